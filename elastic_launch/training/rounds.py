@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Literal
 
@@ -23,7 +23,7 @@ from elastic_launch.training.live.groups import GroupsRemainError, RoundGroups
 from elastic_launch.training.live.peerless import PeerlessGroups
 from elastic_launch.training.live.timeout_watch import TimeoutWatch
 from elastic_launch.training.ranks.exchange import is_of_exchange, numbers_of_all
-from elastic_launch.training.ranks.mesh import ReplicaMesh
+from elastic_launch.training.ranks.mesh import ReplicaMesh, own_ranks
 from elastic_launch.training.ranks.pace import Straggler
 from elastic_launch.training.ranks.place import take, wait_for_place
 from elastic_launch.training.ranks.same_arguments import OthersDifferError, check_same
@@ -90,6 +90,7 @@ class WorkerRounds:
         self.step = 0
         self.begun = self.lives = self.barred = self.confirms = self.doubts = self.in_doubt = self.shards = False
         self.mesh: ReplicaMesh | None = None
+        self._own_ranks = ExitStack()  # what is to be put back of torch's functions of meshes
         self._gpus: set[torch.device] = set()  # those of the last exchange
         self._world = world
         self._noted = 0  # the library's own exchanges
@@ -118,6 +119,7 @@ class WorkerRounds:
     def form_mesh(self, shard: int, tensor: int) -> ReplicaMesh:
         """Return the mesh of this rank's replica, see :meth:`elastic_launch.Run.mesh`; called by all ranks."""
         if self.mesh is None:
+            self._own_ranks.enter_context(own_ranks())
             return self._form_mesh(shard, tensor)
         if self.mesh.shape != (shard, tensor):
             had = "run.mesh(shard={}, tensor={})".format(*self.mesh.shape)
@@ -139,6 +141,7 @@ class WorkerRounds:
         fits = {type(shard), type(tensor)} == {int} and 1 < replica.world_size == shard * tensor
         if not fits or self.asked_live is False or self.device.type != "cpu":
             return None
+        self._own_ranks.enter_context(own_ranks())
         self._peerless = PeerlessGroups(replica.rank, replica.world_size, find_place)
         self.mesh = ReplicaMesh.formed(
             replica, self.device.type, shard, tensor, self.timeout, forming=lambda **_: nullcontext(), outlives=True
@@ -199,6 +202,7 @@ class WorkerRounds:
         """End the thread that looks for timeouts, drop the mesh's groups, and put torch's functions back."""
         if self._peerless is not None:
             self._peerless.close()
+        self._own_ranks.close()
         if self.mesh is not None:
             self.mesh.leave()
         if self._timeouts is not None:

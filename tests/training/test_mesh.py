@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -111,6 +111,15 @@ def test_a_run_has_one_shape_which_is_known_before_it_trains(run: Run) -> None:
     run.mesh()
     with _refused(r"run.mesh\(shard=2, tensor=1\) came after run.mesh\(shard=1, tensor=1\)"):
         run.mesh(shard=2)
+
+
+def test_what_is_made_of_meshes_has_their_rank_until_the_session_ends(group: None) -> None:
+    before = [vars(DeviceMesh)[name] for name in ("__init__", "_get_mesh_tensor_from_full_mesh")]
+    with el.session(threads=1) as run:
+        mesh = run.mesh(shard=1, tensor=1)
+        mesh._rank = 7  # as in a round in which this process is another rank
+        assert mesh["tensor"]._rank == 7
+    assert before == [vars(DeviceMesh)[name] for name in ("__init__", "_get_mesh_tensor_from_full_mesh")]
 
 
 def test_other_meshes_are_refused_by_name(run: Run) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,11 @@ from torch.utils.data import TensorDataset
 import elastic_launch as el
 from elastic_launch.errors import UsageError
 from elastic_launch.snapshot import state_sha256
+from elastic_launch.snapshot.format import tree
+from elastic_launch.training.checkpoints.state import TrainingState
 from elastic_launch.training.gradients.sharded import clip, total_norm
 from elastic_launch.training.session import Run
-from elastic_launch.training.wrapped import ELEMENTWISE, check_elementwise
+from elastic_launch.training.wrapped import ELEMENTWISE, check_elementwise, tensors_in
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own: it uses torch.jit.script
@@ -256,6 +258,24 @@ def test_a_loop_with_hooks_saves_dtensors_whole_and_resumes_them(tmp_path: Path,
     trained(2, tmp_path / "saved", saved_by)
     assert all(type(x) is Tensor for x in el.load_checkpoint(tmp_path / "saved")["model"].values())
     torch.testing.assert_close(trained(4, tmp_path / "saved", "fsdp"), expected)
+
+
+@pytest.mark.usefixtures("meshes")
+@pytest.mark.parametrize("nested", [lambda x: {"first": x}, lambda x: [{"first": [x]}]])
+def test_an_optimizer_may_have_its_shards_in_lists_and_dicts(nested: Callable[[Tensor], Any]) -> None:
+    model = _model()
+    parameter: Any = model[0].weight  # type: ignore[index]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    moments = torch.full_like(parameter.detach(), 2.0)
+    optimizer.state[parameter] = {"moments": nested(moments), "count": [torch.ones(3)]}
+    state = TrainingState().extended({"model": model, "optimizer": optimizer})
+    tensors, rest = tree.encode(state.capture())
+    found = tree.decode(rest, tensors, state.taking({"orders": state.orders()}))["optimizer"]["state"][0]
+    (shard,) = tensors_in(found["moments"])
+    assert (shard.placements, shard.device_mesh) == (parameter.placements, parameter.device_mesh)  # type: ignore[attr-defined]
+    assert torch.equal(shard.to_local(), moments.to_local())  # type: ignore[attr-defined]
+    assert type(found["count"][0]) is Tensor
+    assert state.captured_here() is not None
 
 
 def test_a_dtensor_that_fully_shard_did_not_make_is_refused(run: Run, meshes: list[DeviceMesh]) -> None:

@@ -219,8 +219,9 @@ class Cutting:
 
     def _like(self, path: Path, shape: Sequence[int]) -> Any:
         """Return the tensor as whose shard one is cut; None: it is not needed here."""
-        place = path if path in self._likes else path[:-1]
-        like = self._likes.get(place, _WHOLE)
+        # An optimizer's state of a parameter may have its tensors in lists and dicts.
+        places = (path[:end] for end in range(len(path), 0, -1))
+        like: Any = next((self._likes[place] for place in places if place in self._likes), _WHOLE)
         return like if like is None or (is_sharded(like) and list(like.shape) == list(shape)) else _WHOLE
 
 

@@ -68,8 +68,7 @@ class PeerlessGroups:
             setattr(*self._put_back.pop())
 
     def _replace_functions(self) -> None:
-        from torch.distributed.device_mesh import DeviceMesh  # slow to import
-        from torch.distributed.tensor import placement_types
+        from torch.distributed.tensor import placement_types  # slow to import
 
         local = {"mesh_scatter": self._scatters, "mesh_broadcast": self._broadcasts}
         replaced: list[tuple[Any, str, Callable[..., Any]]] = [
@@ -77,8 +76,6 @@ class PeerlessGroups:
             *((functional, name, self._resolves) for name in FUNCTIONS),
             *((placement_types, name, made) for name, made in local.items()),
             (distributed_c10d, "_new_group_with_tag", self._forms),
-            (DeviceMesh, "__init__", _slices),
-            (DeviceMesh, "_get_mesh_tensor_from_full_mesh", _looks_up),
         ]
         for holder, name, made in replaced:
             if name in vars(holder):
@@ -157,26 +154,3 @@ class PeerlessGroups:
             return function(*args, **kwargs)
 
         return call
-
-
-# The replica's mesh names ranks in the replica. Torch looks in it for this process' rank among all, which comes later.
-
-
-def _slices(init: Callable[..., None]) -> Callable[..., None]:
-    def call(mesh: Any, *args: Any, **kwargs: Any) -> None:
-        if (root := kwargs.get("_root_mesh")) is not None:
-            kwargs.setdefault("_rank", getattr(root, "_rank", None))
-        init(mesh, *args, **kwargs)
-
-    return call
-
-
-def _looks_up(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def call(*args: Any, **kwargs: Any) -> Tensor:
-        mesh, *rest = args
-        if isinstance(mesh, Tensor):  # called on the class
-            return function(*args, **kwargs)
-        root = getattr(mesh, "_root_mesh", None) or mesh
-        return function(*rest, **{"current_rank": getattr(root, "_rank", None), **kwargs})
-
-    return call

@@ -7,10 +7,11 @@ kind, in the same order on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import wraps
 from typing import Any
 
 import torch
@@ -53,8 +54,8 @@ class ReplicaMesh:
 
     Attributes:
         inner: the ``DeviceMesh`` with the dimensions ``shard`` and ``tensor``.
-        slices: its dimensions, each as a ``DeviceMesh``. In a later round, where this process may be another rank,
-            torch could no longer make them.
+        slices: its dimensions, each as a ``DeviceMesh``. Others that the script makes of it are equal to these, also
+            in a later round, where this process may be another rank, see :func:`own_ranks`.
         tensor: the ranks of the replica with this rank's ``shard`` coordinate, which share micro-batches.
         data: the ranks of all replicas with this rank's ``tensor`` coordinate: each has micro-batches of its own.
         across: the ranks of all replicas with this rank's coordinate, which have the same shards.
@@ -168,6 +169,48 @@ def check_shape(world: World, shard: int, tensor: int) -> None:
             "multiple of that.",
             f"Start {size} workers on each node, or a multiple (--nproc), or give run.mesh() another shape.",
         )
+
+
+@contextmanager
+def own_ranks() -> Iterator[None]:
+    """Within this context, what torch makes of a mesh has the rank that this process had when the mesh was made.
+
+    Torch looks in the mesh for the rank that this process has now among all. In another round that may be another one,
+    and before this process has a place it has none: torch then fails, or takes it for a process outside of the mesh.
+    """
+    from torch.distributed.device_mesh import DeviceMesh  # slow to import
+
+    before = []
+    for name, made in (("__init__", _slices), ("_get_mesh_tensor_from_full_mesh", _looks_up)):
+        if name in vars(DeviceMesh):
+            # As the class has it: what getattr() returns does not bind an instance when it is put back.
+            before.append((name, vars(DeviceMesh)[name]))
+            setattr(DeviceMesh, name, wraps(vars(DeviceMesh)[name])(made(getattr(DeviceMesh, name))))
+    try:
+        yield
+    finally:
+        for name, function in before:
+            setattr(DeviceMesh, name, function)
+
+
+def _slices(init: Callable[..., None]) -> Callable[..., None]:
+    def call(mesh: Any, *args: Any, **kwargs: Any) -> None:
+        if (root := kwargs.get("_root_mesh")) is not None:
+            kwargs.setdefault("_rank", getattr(root, "_rank", None))
+        init(mesh, *args, **kwargs)
+
+    return call
+
+
+def _looks_up(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+        mesh, *rest = args
+        if isinstance(mesh, torch.Tensor):  # called on the class
+            return function(*args, **kwargs)
+        root = getattr(mesh, "_root_mesh", None) or mesh
+        return function(*rest, **{"current_rank": getattr(root, "_rank", None), **kwargs})
+
+    return call
 
 
 def mesh_names(tensor: Any) -> Sequence[str]:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from elastic_launch.training.live.peerless import PeerlessGroups
-from elastic_launch.training.ranks.mesh import ReplicaMesh
+from elastic_launch.training.ranks.mesh import ReplicaMesh, own_ranks
 from elastic_launch.training.ranks.world import World
 
 
@@ -51,8 +51,9 @@ class Replica:
 @pytest.fixture
 def replica(tmp_path: Path) -> Iterator[Replica]:
     before = {name: function for name, function in vars(dist.ProcessGroup).items() if callable(function)}
-    replica = Replica(tmp_path)
-    yield replica
+    with own_ranks():
+        replica = Replica(tmp_path)
+        yield replica
     replica.groups.close()
     dist.destroy_process_group()
     assert {name: function for name, function in vars(dist.ProcessGroup).items() if callable(function)} == before

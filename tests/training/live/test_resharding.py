@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastic_launch.errors import UsageError
@@ -27,7 +27,8 @@ from elastic_launch.training.gradients.sharded import ShardSums, _Gather
 from elastic_launch.training.live.resharding import let_go, obstacle, reshard
 from elastic_launch.training.loop import Loop
 from elastic_launch.training.ranks.exchange import is_of_exchange
-from elastic_launch.training.ranks.mesh import RankGroup
+from elastic_launch.training.ranks.mesh import RankGroup, ReplicaMesh, own_ranks
+from elastic_launch.training.ranks.world import World
 from elastic_launch.training.rounds import WorkerRounds
 
 
@@ -123,6 +124,24 @@ def test_a_process_whose_rank_is_another_one_has_that_ranks_shards() -> None:
             made: tuple[Any, ...] = (parameter, mine, torch.zeros_like(parameter), parameter.detach().norm())
             assert all(tensor.device_mesh.get_group() is group for tensor in made)
         total_norm(model)
+
+
+@pytest.mark.parametrize(("shard", "tensor"), [(1, 2), (2, 1), (2, 2)])
+def test_a_mesh_can_be_sliced_in_a_round_in_which_its_replica_is_another_one(shard: int, tensor: int) -> None:
+    size, mesh = shard * tensor, None
+    with own_ranks():
+        for replica, replicas in ((1, 2), (0, 1), (2, 3)):
+            dist.destroy_process_group()
+            rank, ranks = replica * size + size - 1, replicas * size
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+            world = World(rank, ranks, size - 1, size, alone=False, replica_size=size)
+            how: dict[str, Any] = {"forming": lambda **_: contextlib.nullcontext(), "outlives": True}
+            mesh = ReplicaMesh.formed(world, "cpu", shard, tensor, 60.0, mesh, **how)
+            for name, kept, length in zip(("shard", "tensor"), mesh.slices, (shard, tensor), strict=True):
+                sliced = mesh.inner[name]
+                assert (sliced.get_coordinate(), sliced.mesh.tolist()) == ((length - 1,), kept.mesh.tolist())
+                assert sliced == kept
+                assert DTensor.from_local(torch.ones(2), sliced, [Shard(0)]).to_local().tolist() == [1.0, 1.0]
 
 
 def total_norm(model: nn.Module) -> None:
