@@ -254,14 +254,15 @@ class Misfit(Fact):
 
     Attributes:
         what: it speaks another ``version`` of the protocol; belongs to another ``run``, or an ``earlier`` one with this
-            id; came with another ``command``; or seems to be an ``intruder``, given this endpoint by mistake.
+            id; came with another ``command``; seems to be an ``intruder``, given this endpoint by mistake; has ``no
+            token``, or a ``token`` that the run has not; or was given ``alone`` one of several endpoints.
         run_id: of its run if that is another; else of this one.
-        theirs, ours: versions, or commands.
+        theirs, ours: versions, or commands; or ours are all endpoints.
         differs: how an intruder's arguments differ, where no run has an id; None if this run has one node, which
             trains.
     """
 
-    what: Literal["version", "run", "earlier", "command", "intruder"]
+    what: Literal["version", "run", "earlier", "command", "intruder", "no token", "token", "alone"]
     run_id: str = ""
     theirs: str = ""
     ours: str = ""

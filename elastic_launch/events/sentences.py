@@ -10,6 +10,7 @@ from elastic_launch.events import facts as f
 from elastic_launch.events import types as ev
 from elastic_launch.events.types import counted, listed
 from elastic_launch.failure import Failure, Hang, SplitCollective, StallPlace
+from elastic_launch.secret import HINT_NO_TOKEN, HINT_TOKEN
 from elastic_launch.system.plain_text import clipped, one_line
 
 MOST_PLACES = 4
@@ -105,7 +106,7 @@ def why(
     return _MADE[type(cause)](cause) if type(cause) in _MADE else _worded(cause)
 
 
-def refused(node: str, misfit: f.Misfit) -> tuple[str, str]:
+def refused(misfit: f.Misfit, node: str = "") -> tuple[str, str]:
     """Return why a node is refused, and the remedy."""
     run_id, theirs, ours = misfit.run_id, misfit.theirs, misfit.ours
     match misfit.what:
@@ -129,6 +130,15 @@ def refused(node: str, misfit: f.Misfit) -> tuple[str, str]:
                 f"node {node} came with the command `{theirs}`, run {run_id!r} executes `{ours}`.",
                 "Give the same script, module or program, --replica-size and --rdzv-backend on all nodes, or another "
                 "--rdzv-id and --rdzv-endpoint for another run.",
+            )
+        case "no token":
+            return "the token is missing: the run has one, this node has none.", HINT_TOKEN
+        case "token":
+            return "this node has a token, the run has none.", HINT_NO_TOKEN
+        case "alone":
+            return (
+                "this endpoint is one of several that keep the record of a run, and was given alone.",
+                f"Give all of them: --rdzv-endpoint {ours}.",
             )
     whose = f"node {node} is not one of the nodes of run {run_id!r} at this endpoint"
     other = "Give another --rdzv-endpoint, such as another port, for another run"

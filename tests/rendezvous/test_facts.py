@@ -156,10 +156,12 @@ def test_the_cause_and_the_hint_are_chosen_by_facts(monkeypatch: pytest.MonkeyPa
     assert [summary.hint_on(failure) for failure in found] == hints
 
 
-NODE, LEADER, BACKENDS = (Path(rendezvous.__file__).parent / name for name in ("node", "leader", "backends"))
+NODE, LEADER, BACKENDS, VOTERS = (
+    Path(rendezvous.__file__).parent / name for name in ("node", "leader", "backends", "voters")
+)
 MACHINES = [
     *(path for path in sorted(LEADER.glob("*.py")) if path.name != "service.py"),
-    *(NODE / "machine.py", NODE / "failure_detector.py", BACKENDS / "succession.py"),
+    *(NODE / "machine.py", NODE / "failure_detector.py", BACKENDS / "succession.py", VOTERS / "voter.py"),
     *(Path(elastic_agents.__file__).with_name(f"{name}.py") for name in ("policy", "policy_ahead", "policy_types")),
 ]
 
