@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, dataclass_transform
 
-from elastic_launch.failure import Failure, Mistake, SplitCollective, StallPlace
+from elastic_launch.failure import Doing, Failure, Mistake, SplitCollective, StallPlace
 
 
 @dataclass_transform(frozen_default=True)
@@ -94,12 +94,12 @@ class RoundHangs(Fact):
     """A round stands still, and no rank stands out.
 
     Attributes:
-        doing: what it is late with, such as ``step 41``.
+        doing: what it is late with.
         places: where which ranks stand.
         collectives: those in which ranks wait that others have not begun.
     """
 
-    doing: str
+    doing: Doing
     places: tuple[tuple[StallPlace, tuple[int, ...]], ...]
     collectives: tuple[SplitCollective, ...]
 

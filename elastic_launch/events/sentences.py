@@ -9,8 +9,9 @@ from typing import Any
 from elastic_launch.events import facts as f
 from elastic_launch.events import types as ev
 from elastic_launch.events.types import counted, listed
-from elastic_launch.failure import Failure, Hang, SplitCollective, StallPlace
+from elastic_launch.failure import Doing, Failure, Hang, SplitCollective, StallPlace
 from elastic_launch.secret import HINT_NO_TOKEN, HINT_TOKEN
+from elastic_launch.shared_progress import Activity
 from elastic_launch.system.plain_text import clipped, one_line
 
 MOST_PLACES = 4
@@ -80,6 +81,24 @@ def standing(worker: StallPlace) -> str:
         case "unknown":
             return "at an unknown place"
     return at.strip() or "in its code"
+
+
+def occupation(found: Doing) -> str:
+    """Return what a worker does, such as ``step 41``."""
+    match found.activity:
+        case Activity.UNWATCHED:
+            return "the end of its script" if found.ends else "its script"
+        case Activity.FORMING:
+            return "the forming of the round"
+        case Activity.RESTORE:
+            return "the restoring of its state"
+        case Activity.CHECKPOINT:
+            return f"the checkpoint after step {found.step}"
+        case Activity.EVALUATION:
+            return f"the evaluation after step {found.step}"
+        case Activity.PAUSE:
+            return f"the announced {found.pause or 'pause'} after step {found.step}"
+    return f"step {found.step + 1}"
 
 
 def ranks(numbers: Sequence[int]) -> str:
@@ -213,7 +232,7 @@ def _hangs(cause: f.RoundHangs) -> str:
     where = [f"{ranks(there)} {standing(place)}" for place, there in cause.places]
     shown = where[:MOST_PLACES] + ["..."] * (len(where) > MOST_PLACES)
     found = "; ".join([*shown, *map(divided, cause.collectives[:MOST_PLACES])])
-    return f"the round hangs in {cause.doing}, and no rank stands out: {found}"
+    return f"the round hangs in {occupation(cause.doing)}, and no rank stands out: {found}"
 
 
 def _resize(cause: f.Resize) -> str:
@@ -381,7 +400,8 @@ _AFTER_AHEAD: dict[f.AfterAhead, str] = {
 
 def _hung(hang: Hang, host: str) -> str:
     apart = f", {ranks(hang.others)} {standing(hang.there)}" if hang.there is not None else ""
-    return f"hangs in {hang.doing} on host {host}, {standing(hang.at)}{apart}; no progress for {hang.seconds:.0f} s"
+    standstill = f"{standing(hang.at)}{apart}; no progress for {hang.seconds:.0f} s"
+    return f"hangs in {occupation(hang.doing)} on host {host}, {standstill}"
 
 
 def _after(done: Sequence[int]) -> str:
