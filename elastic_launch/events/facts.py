@@ -219,6 +219,32 @@ class NodeEnd(Fact):
 NodeCause = str | UserStop | NodeEnd
 
 
+class NotSaved(Fact):
+    """Why a state is not in durable storage: the script saves it ``itself``, or saves ``none``; there was ``no time``;
+    or each checkpoint was ``incomplete``."""
+
+    what: Literal["itself", "none", "no time", "incomplete"]
+
+
+class LastSaved(Fact):
+    """Where the final state is.
+
+    Attributes:
+        step, path: of the newest that is saved; None if none is, and empty if its place is not known.
+        lost: steps done since, if no other node continues.
+        why: why these are not saved, perhaps as an error says; empty if none are lost, or if it is not known.
+        failed: whether saving has failed since: another run may have taken over the location, and removed it.
+        continues: whether the same command would go on from there.
+    """
+
+    step: int | None
+    path: str
+    lost: int
+    why: str | NotSaved
+    failed: bool
+    continues: bool
+
+
 class ClosedBy(Fact):
     """No newcomers are admitted any more, since a restart would probably fail as they do.
 
@@ -303,6 +329,9 @@ class TookMemory(Fact):
     child: bool
     used: int
     rests: bool
+
+
+Reason = Loss | ClosedBy | Outside | Isolation | Succeeded | TookMemory | NotSaved
 
 
 class LeaderLost(Fact):

@@ -116,9 +116,7 @@ def divided(found: SplitCollective) -> str:
     return f"{ranks(found.there)} {wait} in {which}, {', '.join(others)}"
 
 
-def why(
-    cause: f.RunCause | f.NodeCause | f.Loss | f.ClosedBy | f.Outside | f.Isolation | f.Succeeded | f.TookMemory,
-) -> str:
+def why(cause: f.RunCause | f.NodeCause | f.Reason) -> str:
     """Return a fact as text, such as why a round, a node's part or a run ended; what others have said, as it is."""
     if isinstance(cause, str):
         return cause
@@ -180,6 +178,20 @@ def command_differs(found: f.CommandDiffers) -> str:
 def limits_differ(theirs: str, ours: str) -> str:
     """Return how a node's limits differ from those of the run."""
     return f"{clipped(one_line(theirs), DIFFERENCE_BYTES)}; those of the run hold: {ours}"
+
+
+def last_saved(found: f.LastSaved | None) -> str:
+    """Return where the final state is; empty if that is not known."""
+    if found is None:
+        return ""
+    lost = f"{counted(found.lost, 'step')}{'' if found.step is None else ' since then'} lost"
+    lost += f": {why(found.why)}" if found.why else ""
+    if found.step is None:
+        return f"nothing is saved, {lost}"
+    place = f" in {found.path}" if found.path else ""
+    saved = f"step {found.step} {'was the last to be' if found.failed else 'is'} saved{place}"
+    again = "; run the same command to continue" if found.continues and not found.failed else ""
+    return saved + (f"; {lost}" if found.lost else "") + again
 
 
 def next_up(outlook: f.Outlook) -> str:
@@ -336,6 +348,12 @@ _TEXTS: dict[type, dict[str, str]] = {
         "unknown": "the workers of this node have finished; it is not known whether all others have: {error}",
         "failed": "a worker of this node has failed",
         "late": "the workers have not stopped in time",
+    },
+    f.NotSaved: {
+        "itself": "the script saves its state itself",
+        "none": "the script saves no checkpoints",
+        "no time": "there was no time left",
+        "incomplete": "no checkpoint was complete",
     },
     f.Outside: {
         "barred": "nodes of this host could not do what the others do: the run leaves them out for "
