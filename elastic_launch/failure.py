@@ -64,17 +64,34 @@ class SplitCollective:
 
 
 @dataclass(frozen=True, slots=True)
+class Doing:
+    """What a worker does: its script, as long as nothing else is known.
+
+    Attributes:
+        activity: an :class:`elastic_launch.shared_progress.Activity`.
+        step: optimizer steps done.
+        pause: what an announced pause is for, in a few words.
+        ends: whether its script is at its end.
+    """
+
+    activity: int = 0
+    step: int = 0
+    pause: str = ""
+    ends: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Hang:
     """How a worker hangs.
 
     Attributes:
-        doing: what it is late with, such as ``step 41``.
+        doing: what it is late with.
         seconds: for how long it has made no progress.
         at: where it stands.
         others, there: ranks that stand elsewhere, and where, if it waits for others itself.
     """
 
-    doing: str
+    doing: Doing
     seconds: float
     at: StallPlace
     others: tuple[int, ...] = ()

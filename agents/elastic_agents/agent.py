@@ -32,7 +32,7 @@ from elastic_agents.workers.watchdog import TimerExpired
 from elastic_launch import contract as c
 from elastic_launch.errors import EndpointError, ExitCode
 from elastic_launch.events import types as ev
-from elastic_launch.events.sentences import after_ahead, sentence, warning, why
+from elastic_launch.events.sentences import after_ahead, last_saved, sentence, warning, why
 from elastic_launch.observe.present import Present
 from elastic_launch.rendezvous.node.failure_detector import CutOff
 from elastic_launch.rendezvous.node.membership_events import LinkDown, LinkUp, Opened
@@ -155,7 +155,7 @@ class NodeAgent(ElasticAgent):
 
     def _result(self, outcome: NodeOutcome) -> RunResult:
         cause = root_cause(outcome.failure) if outcome.failure is not None else ""
-        self._events.emit(ev.NodeEnded(outcome.code, outcome.cause, outcome.where, cause))
+        self._events.emit(ev.NodeEnded(outcome.code, outcome.cause, last_saved(outcome.where), cause))
         self._parts.write_run_file(partial(self._parts.run_file.end, outcome.code, outcome.cause))
         error_files = {rank: logs.kept_error or logs.error_file for rank, logs in self._starts.logs.items()}
         failure = outcome.failure
@@ -451,7 +451,7 @@ class NodeAgent(ElasticAgent):
         newest, durable = self._snapshot_store.newest, self._parts.durable
         held = m.HeldSnapshot(newest.round, newest.step, port) if newest is not None else None
         saved = drained is not None and durable.has(drained)
-        unsaved = durable.why_not(writes=self.state.rank == 0) if end.secured and not saved else ""
+        unsaved = why(durable.why_not(writes=self.state.rank == 0)) if end.secured and not saved else ""
         store_port = while_scarce(store.reserve, self._clock)
         trained = self._control.step_timer.trained[0] > 0
         stopped = m.Stopped(number, store_port, drained, held, saved, unsaved, end.importing, end.slots, trained)

@@ -15,6 +15,7 @@ from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.contract import Copied, Copying, Save
 from elastic_launch.errors import ExitCode
 from elastic_launch.events import types as ev
+from elastic_launch.events.facts import LastSaved
 from elastic_launch.rendezvous.node.membership import Membership
 from elastic_launch.rendezvous.wire import messages as m
 
@@ -122,12 +123,12 @@ class FinalSave:
                 self._events.emit(ev.CheckpointSaved(saved.round, saved.step, ""))
         self._membership.report(saved)
 
-    def where(self, code: int) -> str:
-        """Return where the final state is saved; empty if another node says so, or if that is not known."""
+    def where(self, code: int) -> LastSaved | None:
+        """Return where the final state is saved; None if another node says so, or if that is not known."""
         state = self._state
         speaks = self._stands_in or (state.rank == 0 and state.view.round > 0)
         if not speaks or code == ExitCode.DONE or state.replaced:
-            return ""
+            return None
         others = len(state.view.members) > 1 and not state.run_over and not self._stands_in
         told = self._membership.checkpoint
         reached = self._control.step_timer.reached

@@ -34,7 +34,7 @@ from elastic_launch.config.torchrun_mode import code_of, errors_told
 from elastic_launch.error_file import ENV_ERROR_FILE
 from elastic_launch.errors import ExitCode
 from elastic_launch.events.incidents import Incidents
-from elastic_launch.events.sentences import sentence
+from elastic_launch.events.sentences import last_saved, sentence
 from elastic_launch.events.sinks import JsonLines
 from elastic_launch.events.types import Event, EventSink, counted
 from elastic_launch.observe.live import LiveLedger
@@ -381,7 +381,8 @@ def _last(config: LaunchConfig, agent: NodeAgent) -> Present:
     failure = outcome.failure
     cause = "" if failure is None else root_cause(failure)
     suspects = () if failure is None else (Suspect(failure.node_id, failure.rank),)
-    end = HowEnded(_told(config, outcome.code), outcome.cause, agent.state.run_over, outcome.where, cause, suspects)
+    saved = last_saved(outcome.where)
+    end = HowEnded(_told(config, outcome.code), outcome.cause, agent.state.run_over, saved, cause, suspects)
     return replace(agent.last_present, phase="ended", end=end)
 
 
@@ -391,7 +392,7 @@ def _tell(config: LaunchConfig, outcome: NodeOutcome, kept: Kept | None, files: 
     Args:
         kept: what happened to the logs of this node's workers; None if it never had any.
     """
-    if outcome.unsaved and outcome.unsaved not in outcome.where:
+    if outcome.unsaved and (outcome.where is None or outcome.unsaved != outcome.where.why):
         _log.error("the last checkpoint that this node was to save is not saved: %s", outcome.unsaved)
     if outcome.code == ExitCode.DONE:
         _log.info("done: %s; restarts: %d%s", outcome.cause, outcome.restarts, _logs(config, kept))
@@ -403,7 +404,7 @@ def _tell(config: LaunchConfig, outcome: NodeOutcome, kept: Kept | None, files: 
     with suppress(TimeoutError):
         files.ask(partial(write_termination_log, words), IDLE)
     if outcome.where:
-        _log.log(level, "%s", outcome.where)
+        _log.log(level, "%s", last_saved(outcome.where))
     _log.log(level, "exit code %d: %s%s", code, outcome.cause, _logs(config, kept))
     if (failure := outcome.failure) is not None:
         # What is written is known by now; when the worker failed, its last output was still to be written.

@@ -12,6 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from elastic_agents.policy_types import WorkerExit
 from elastic_launch.error_file import read_error_file
 from elastic_launch.errors import ExitCode
+from elastic_launch.events.facts import LastSaved
 from elastic_launch.failure import Failure
 
 
@@ -31,7 +32,7 @@ class NodeOutcome:
     restarts: int = 0
     failure: Failure | None = None
     unsaved: str = ""
-    where: str = ""
+    where: LastSaved | None = None
 
 
 def result_of(code: int, failed: Mapping[int, WorkerExit], error_files: Mapping[int, Path]) -> RunResult:

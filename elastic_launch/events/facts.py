@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, dataclass_transform
 
-from elastic_launch.failure import Failure, Mistake, SplitCollective, StallPlace
+from elastic_launch.failure import Doing, Failure, Mistake, SplitCollective, StallPlace
 
 
 @dataclass_transform(frozen_default=True)
@@ -94,12 +94,12 @@ class RoundHangs(Fact):
     """A round stands still, and no rank stands out.
 
     Attributes:
-        doing: what it is late with, such as ``step 41``.
+        doing: what it is late with.
         places: where which ranks stand.
         collectives: those in which ranks wait that others have not begun.
     """
 
-    doing: str
+    doing: Doing
     places: tuple[tuple[StallPlace, tuple[int, ...]], ...]
     collectives: tuple[SplitCollective, ...]
 
@@ -219,6 +219,32 @@ class NodeEnd(Fact):
 NodeCause = str | UserStop | NodeEnd
 
 
+class NotSaved(Fact):
+    """Why a state is not in durable storage: the script saves it ``itself``, or saves ``none``; there was ``no time``;
+    or each checkpoint was ``incomplete``."""
+
+    what: Literal["itself", "none", "no time", "incomplete"]
+
+
+class LastSaved(Fact):
+    """Where the final state is.
+
+    Attributes:
+        step, path: of the newest that is saved; None if none is, and empty if its place is not known.
+        lost: steps done since, if no other node continues.
+        why: why these are not saved, perhaps as an error says; empty if none are lost, or if it is not known.
+        failed: whether saving has failed since: another run may have taken over the location, and removed it.
+        continues: whether the same command would go on from there.
+    """
+
+    step: int | None
+    path: str
+    lost: int
+    why: str | NotSaved
+    failed: bool
+    continues: bool
+
+
 class ClosedBy(Fact):
     """No newcomers are admitted any more, since a restart would probably fail as they do.
 
@@ -254,14 +280,15 @@ class Misfit(Fact):
 
     Attributes:
         what: it speaks another ``version`` of the protocol; belongs to another ``run``, or an ``earlier`` one with this
-            id; came with another ``command``; or seems to be an ``intruder``, given this endpoint by mistake.
+            id; came with another ``command``; seems to be an ``intruder``, given this endpoint by mistake; has ``no
+            token``, or a ``token`` that the run has not; or was given ``alone`` one of several endpoints.
         run_id: of its run if that is another; else of this one.
-        theirs, ours: versions, or commands.
+        theirs, ours: versions, or commands; or ours are all endpoints.
         differs: how an intruder's arguments differ, where no run has an id; None if this run has one node, which
             trains.
     """
 
-    what: Literal["version", "run", "earlier", "command", "intruder"]
+    what: Literal["version", "run", "earlier", "command", "intruder", "no token", "token", "alone"]
     run_id: str = ""
     theirs: str = ""
     ours: str = ""
@@ -302,6 +329,9 @@ class TookMemory(Fact):
     child: bool
     used: int
     rests: bool
+
+
+Reason = Loss | ClosedBy | Outside | Isolation | Succeeded | TookMemory | NotSaved
 
 
 class LeaderLost(Fact):

@@ -9,7 +9,9 @@ from typing import Any
 from elastic_launch.events import facts as f
 from elastic_launch.events import types as ev
 from elastic_launch.events.types import counted, listed
-from elastic_launch.failure import Failure, Hang, SplitCollective, StallPlace
+from elastic_launch.failure import Doing, Failure, Hang, SplitCollective, StallPlace
+from elastic_launch.secret import HINT_NO_TOKEN, HINT_TOKEN
+from elastic_launch.shared_progress import Activity
 from elastic_launch.system.plain_text import clipped, one_line
 
 MOST_PLACES = 4
@@ -81,6 +83,24 @@ def standing(worker: StallPlace) -> str:
     return at.strip() or "in its code"
 
 
+def occupation(found: Doing) -> str:
+    """Return what a worker does, such as ``step 41``."""
+    match found.activity:
+        case Activity.UNWATCHED:
+            return "the end of its script" if found.ends else "its script"
+        case Activity.FORMING:
+            return "the forming of the round"
+        case Activity.RESTORE:
+            return "the restoring of its state"
+        case Activity.CHECKPOINT:
+            return f"the checkpoint after step {found.step}"
+        case Activity.EVALUATION:
+            return f"the evaluation after step {found.step}"
+        case Activity.PAUSE:
+            return f"the announced {found.pause or 'pause'} after step {found.step}"
+    return f"step {found.step + 1}"
+
+
 def ranks(numbers: Sequence[int]) -> str:
     """Return ``rank 1`` or ``ranks 1, 2``."""
     return f"rank{'s' if len(numbers) > 1 else ''} {listed(sorted(numbers))}"
@@ -96,16 +116,14 @@ def divided(found: SplitCollective) -> str:
     return f"{ranks(found.there)} {wait} in {which}, {', '.join(others)}"
 
 
-def why(
-    cause: f.RunCause | f.NodeCause | f.Loss | f.ClosedBy | f.Outside | f.Isolation | f.Succeeded | f.TookMemory,
-) -> str:
+def why(cause: f.RunCause | f.NodeCause | f.Reason) -> str:
     """Return a fact as text, such as why a round, a node's part or a run ended; what others have said, as it is."""
     if isinstance(cause, str):
         return cause
     return _MADE[type(cause)](cause) if type(cause) in _MADE else _worded(cause)
 
 
-def refused(node: str, misfit: f.Misfit) -> tuple[str, str]:
+def refused(misfit: f.Misfit, node: str = "") -> tuple[str, str]:
     """Return why a node is refused, and the remedy."""
     run_id, theirs, ours = misfit.run_id, misfit.theirs, misfit.ours
     match misfit.what:
@@ -130,6 +148,15 @@ def refused(node: str, misfit: f.Misfit) -> tuple[str, str]:
                 "Give the same script, module or program, --replica-size and --rdzv-backend on all nodes, or another "
                 "--rdzv-id and --rdzv-endpoint for another run.",
             )
+        case "no token":
+            return "the token is missing: the run has one, this node has none.", HINT_TOKEN
+        case "token":
+            return "this node has a token, the run has none.", HINT_NO_TOKEN
+        case "alone":
+            return (
+                "this endpoint is one of several that keep the record of a run, and was given alone.",
+                f"Give all of them: --rdzv-endpoint {ours}.",
+            )
     whose = f"node {node} is not one of the nodes of run {run_id!r} at this endpoint"
     other = "Give another --rdzv-endpoint, such as another port, for another run"
     if misfit.differs is None:
@@ -151,6 +178,20 @@ def command_differs(found: f.CommandDiffers) -> str:
 def limits_differ(theirs: str, ours: str) -> str:
     """Return how a node's limits differ from those of the run."""
     return f"{clipped(one_line(theirs), DIFFERENCE_BYTES)}; those of the run hold: {ours}"
+
+
+def last_saved(found: f.LastSaved | None) -> str:
+    """Return where the final state is; empty if that is not known."""
+    if found is None:
+        return ""
+    lost = f"{counted(found.lost, 'step')}{'' if found.step is None else ' since then'} lost"
+    lost += f": {why(found.why)}" if found.why else ""
+    if found.step is None:
+        return f"nothing is saved, {lost}"
+    place = f" in {found.path}" if found.path else ""
+    saved = f"step {found.step} {'was the last to be' if found.failed else 'is'} saved{place}"
+    again = "; run the same command to continue" if found.continues and not found.failed else ""
+    return saved + (f"; {lost}" if found.lost else "") + again
 
 
 def next_up(outlook: f.Outlook) -> str:
@@ -203,7 +244,7 @@ def _hangs(cause: f.RoundHangs) -> str:
     where = [f"{ranks(there)} {standing(place)}" for place, there in cause.places]
     shown = where[:MOST_PLACES] + ["..."] * (len(where) > MOST_PLACES)
     found = "; ".join([*shown, *map(divided, cause.collectives[:MOST_PLACES])])
-    return f"the round hangs in {cause.doing}, and no rank stands out: {found}"
+    return f"the round hangs in {occupation(cause.doing)}, and no rank stands out: {found}"
 
 
 def _resize(cause: f.Resize) -> str:
@@ -308,6 +349,12 @@ _TEXTS: dict[type, dict[str, str]] = {
         "failed": "a worker of this node has failed",
         "late": "the workers have not stopped in time",
     },
+    f.NotSaved: {
+        "itself": "the script saves its state itself",
+        "none": "the script saves no checkpoints",
+        "no time": "there was no time left",
+        "incomplete": "no checkpoint was complete",
+    },
     f.Outside: {
         "barred": "nodes of this host could not do what the others do: the run leaves them out for "
         "{seconds:.0f} s more",
@@ -371,7 +418,8 @@ _AFTER_AHEAD: dict[f.AfterAhead, str] = {
 
 def _hung(hang: Hang, host: str) -> str:
     apart = f", {ranks(hang.others)} {standing(hang.there)}" if hang.there is not None else ""
-    return f"hangs in {hang.doing} on host {host}, {standing(hang.at)}{apart}; no progress for {hang.seconds:.0f} s"
+    standstill = f"{standing(hang.at)}{apart}; no progress for {hang.seconds:.0f} s"
+    return f"hangs in {occupation(hang.doing)} on host {host}, {standstill}"
 
 
 def _after(done: Sequence[int]) -> str:

@@ -20,7 +20,7 @@ from harness import SLOWNESS, wait_for
 from elastic_agents import policy_types as v
 from elastic_agents import step_events
 from elastic_agents.inbox import FirstStepDone, ProcessEnding
-from elastic_agents.snapshots.durable_state import SAVES_ITSELF, DurableState
+from elastic_agents.snapshots.durable_state import DurableState
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_agents.warm.ending import SOCKET, last_words
 from elastic_agents.workers.control import Control
@@ -177,7 +177,7 @@ def test_a_script_that_saves_by_itself_is_not_asked_to_save(control: Control, sa
             v.Reported(1, 0, message) for message in (begins, c.Ready(6), c.Stopping(7))
         ]
         control.ask_save(1)
-        assert said.get(timeout=WAIT) == NodeSaved(1, 5, SAVES_ITSELF, asked=True)
+        assert said.get(timeout=WAIT) == NodeSaved(1, 5, "the script saves its state itself", asked=True)
         assert not control.tell_copied(c.Save())
         assert (control.durable.library_saves, control.durable.checkpoints) == (False, False)
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 
+from elastic_agents.main import _tell
+from elastic_agents.outcome import NodeOutcome
 from elastic_agents.snapshots.durable_state import DurableState
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_launch.contract import Copied, CopyJob, Stored
+from elastic_launch.errors import ExitCode
+from elastic_launch.events.facts import LastSaved
+from elastic_launch.events.sentences import last_saved
 
 
 @pytest.fixture
@@ -14,36 +21,41 @@ def durable() -> DurableState:
     return DurableState(SnapshotStore(lambda: True, lambda told: True))
 
 
+def where(durable: DurableState, **how: Any) -> str:
+    """What is said of it on the node of the first worker, after eight steps of the second round."""
+    return last_saved(durable.where((2, 8), **how))
+
+
 def test_a_checkpoint_that_a_worker_of_an_earlier_round_wrote_is_not_forgotten(durable: DurableState) -> None:
     durable.begin()
     durable.reported(6, "")
     durable.begin()
     assert not durable.has(6), "not in this round"
-    assert durable.where((2, 8), others=False) == "step 6 is saved; 2 steps since then lost"
+    assert where(durable, others=False) == "step 6 is saved; 2 steps since then lost"
 
 
 def test_a_copy_of_an_earlier_round_is_named(durable: DurableState) -> None:
     durable.copied(Copied(8, 1, path="saved/step-8"))
     durable.begin()
-    assert durable.where((2, 8), others=False) == "step 8 is saved in saved/step-8"
+    assert where(durable, others=False) == "step 8 is saved in saved/step-8"
     continued = "step 8 is saved in saved/step-8; run the same command to continue"
-    assert durable.where((2, 8), others=False, continues=True) == continued
+    assert where(durable, others=False, continues=True) == continued
 
 
 def test_without_a_checkpoint_the_reason_is_never_empty(durable: DurableState) -> None:
-    assert durable.where((2, 8), others=False) == "nothing is saved, 8 steps lost: the script saves no checkpoints"
+    assert where(durable, others=False) == "nothing is saved, 8 steps lost: the script saves no checkpoints"
     job = CopyJob(1, 3, 1, directory="saved")
     durable._snapshot_store.stored(Stored(0, job))
-    assert durable.where((2, 8), others=False) == "nothing is saved, 8 steps lost: no checkpoint was complete"
+    assert where(durable, others=False) == "nothing is saved, 8 steps lost: no checkpoint was complete"
 
 
 def test_a_script_that_saves_checkpoints_but_no_snapshots_is_not_said_to_save_none(
     durable: DurableState,
 ) -> None:
     durable.checkpoints = True
-    assert durable.where((2, 8), others=False) == "nothing is saved, 8 steps lost: no checkpoint was complete"
+    assert where(durable, others=False) == "nothing is saved, 8 steps lost: no checkpoint was complete"
     durable.reported(8, "no room")
-    assert durable.where((2, 8), others=False) == "nothing is saved, 8 steps lost: no room"
+    assert where(durable, others=False) == "nothing is saved, 8 steps lost: no room"
 
 
 def test_the_checkpoint_that_the_run_resumed_from_counts_and_what_came_since_is_lost(
@@ -51,12 +63,12 @@ def test_the_checkpoint_that_the_run_resumed_from_counts_and_what_came_since_is_
 ) -> None:
     durable.base = 5, "saved/step-5"
     why = "the script saves no checkpoints"
-    assert durable.where((2, 8), others=False) == f"step 5 is saved in saved/step-5; 3 steps since then lost: {why}"
+    assert where(durable, others=False) == f"step 5 is saved in saved/step-5; 3 steps since then lost: {why}"
     durable.reported(8, "no room")
     lost = "3 steps since then lost: no room"
-    assert durable.where((2, 8), others=False) == f"step 5 was the last to be saved in saved/step-5; {lost}"
+    assert where(durable, others=False) == f"step 5 was the last to be saved in saved/step-5; {lost}"
     durable.copied(Copied(7, 1, path="saved/step-7"))
-    assert durable.where((2, 8), others=False) == "step 7 is saved in saved/step-7; 1 step since then lost"
+    assert where(durable, others=False) == "step 7 is saved in saved/step-7; 1 step since then lost"
 
 
 def test_a_checkpoint_of_a_node_that_is_gone_counts_as_far_as_the_leader_has_told_of_it(
@@ -64,4 +76,11 @@ def test_a_checkpoint_of_a_node_that_is_gone_counts_as_far_as_the_leader_has_tol
 ) -> None:
     durable.base = 2, "saved/step-2"
     why = "the script saves no checkpoints"
-    assert durable.where((2, 8), others=False, told=6) == f"step 6 is saved; 2 steps since then lost: {why}"
+    assert where(durable, others=False, told=6) == f"step 6 is saved; 2 steps since then lost: {why}"
+
+
+@pytest.mark.parametrize(("lost", "told"), [(3, False), (0, True)])
+def test_why_a_copy_failed_is_told_once(lost: int, told: bool, caplog: pytest.LogCaptureFixture) -> None:
+    where = LastSaved(5, "saved", lost, "no room" if lost else "", True, False)
+    _tell(cast(Any, None), NodeOutcome(ExitCode.DONE, "done", unsaved="no room", where=where), None, cast(Any, None))
+    assert ("not saved: no room" in caplog.text) is told

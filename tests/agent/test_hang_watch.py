@@ -36,6 +36,7 @@ from elastic_agents.workers.frames import Frame, Stack
 from elastic_agents.workers.processes import catches
 from elastic_launch import collective_dump
 from elastic_launch.collective_dump import REQUESTS
+from elastic_launch.failure import Doing
 from elastic_launch.rendezvous.wire.messages import Collective, StacksTaken, Stalled
 from elastic_launch.shared_progress import Activity, SharedProgress
 from elastic_launch.stack_dump import SIGNAL
@@ -238,7 +239,7 @@ def test_late_workers_are_reported_and_again_and_taken_back(tmp_path: Path, monk
     with process(tmp_path, "stands()") as pid, reports.watching(pid, tmp_path) as watching:
         reports.progress.write(1, 6, Activity.STEP)
         report = reports.come(lambda report: not report.workers[0].moves)
-        assert (report.round, report.doing, report.workers[0].state) == (1, "step 7", "code")
+        assert (report.round, report.doing, report.workers[0].state) == (1, Doing(Activity.STEP, 6), "code")
         (worker,) = report.workers
         assert (worker.rank, worker.local_rank, worker.pid, worker.log) == (3, 0, pid, "logs")
         assert worker.frame.startswith("script.py:")
@@ -285,7 +286,7 @@ def test_a_worker_that_does_not_take_its_place_in_a_round_is_late(
     reports = Reports(monkeypatch)
     reports.progress.write(0, 6, Activity.STEP)
     with process(tmp_path, "stands()") as pid, reports.watching(pid, tmp_path, placed=True):
-        assert reports.come(lambda report: report.seconds > 0).doing == "the forming of the round"
+        assert reports.come(lambda report: report.seconds > 0).doing.activity == Activity.FORMING
         reports.progress.write(1, 6, Activity.UNWATCHED)
         assert reports.come(lambda report: not report.seconds) == Stalled(1), "its script has not come to the training"
 
@@ -298,7 +299,7 @@ def test_a_worker_that_was_stopped_as_it_restores_is_late(tmp_path: Path, monkey
             wait_for("a report", lambda: reports.all, 0.5)
         freeze(pid)
         report = reports.come(lambda report: report.seconds > 0)
-        assert (report.doing, report.workers[0].state) == ("the restoring of its state", "stopped")
+        assert (report.doing.activity, report.workers[0].state) == (Activity.RESTORE, "stopped")
 
 
 def test_a_first_step_is_reported_early_if_nothing_is_done_twice_at_the_same_place(
@@ -417,7 +418,7 @@ def test_a_stopped_worker_whose_steps_are_not_known_is_late(
             wait_for("a report", lambda: reports.all, 0.5)
         freeze(pid)
         report = reports.come(lambda report: report.seconds > 0)
-        assert (report.doing, report.workers[0].state, report.early) == ("its script", "stopped", False)
+        assert (report.doing, report.workers[0].state, report.early) == (Doing(), "stopped", False)
         os.kill(pid, signal.SIGCONT)
         assert reports.come(lambda report: not report.seconds) == Stalled(1)
 
@@ -443,7 +444,7 @@ def test_workers_whose_steps_are_not_known_are_late_once_they_are_idle(
     reports = Reports(monkeypatch)
     with process(tmp_path, "stands()") as pid, reports.watching(pid, tmp_path, timeout=1.0):
         report = reports.come(lambda report: report.seconds > 0)
-        assert (report.doing, report.asked) == ("its script", True)
+        assert (report.doing, report.asked) == (Doing(), True)
 
 
 def test_a_worker_that_others_have_left_behind_is_late_once_it_is_idle(
@@ -452,7 +453,7 @@ def test_a_worker_that_others_have_left_behind_is_late_once_it_is_idle(
     reports = Reports(monkeypatch)
     with process(tmp_path, "stands()") as pid, reports.watching(pid, tmp_path, timeout=1.0, finishing=True) as watching:
         report = reports.come(lambda report: report.seconds > 0)
-        assert (report.doing, report.asked) == ("the end of its script", True)
+        assert (report.doing, report.asked) == (Doing(ends=True), True)
         # One that reports steps may wait for its last checkpoint.
         watching.follow(None)
         reports.come(lambda report: not report.seconds)

@@ -17,6 +17,7 @@ from elastic_agents.hangs.lateness import (
     Lateness,
     Standstill,
 )
+from elastic_launch.failure import Doing
 from elastic_launch.shared_progress import Activity, WorkerProgress
 
 
@@ -64,7 +65,7 @@ def test_a_step_is_late_after_ten_seconds_at_least() -> None:
     node.train(5)
     assert node.left(9.0) == 1.0
     found = node.look()
-    assert found == Standstill(10.0, 0.0, "step 6")
+    assert found == Standstill(10.0, 0.0, Doing(Activity.STEP, 5))
     node.says(Activity.STEP, 6)
     assert node.left() == FACTOR * 10, "it has done a step that was late: others may be, too"
 
@@ -95,7 +96,8 @@ def test_before_workers_have_begun_in_a_round_none_is_late() -> None:
     node.says(Activity.FIRST_STEP, rank=1)
     assert node.look() is not None
     assert node.look(1e6, number=2) is None, "they wait for their places in the next round"
-    assert node.look(number=1) == Standstill(0.0, UNKNOWN, "step 1"), "the time between does not count"
+    found = Standstill(0.0, UNKNOWN, Doing(Activity.FIRST_STEP))
+    assert node.look(number=1) == found, "the time between does not count"
 
 
 def test_a_first_step_may_take_half_an_hour_and_later_ones_five_times_the_longest() -> None:
@@ -110,14 +112,11 @@ def test_a_first_step_may_take_half_an_hour_and_later_ones_five_times_the_longes
 
 
 def test_what_is_rarer_than_steps_is_learned_by_itself() -> None:
-    for activity, doing in (
-        (Activity.CHECKPOINT, "the checkpoint after step 3"),
-        (Activity.EVALUATION, "the evaluation after step 3"),
-    ):
+    for activity in (Activity.CHECKPOINT, Activity.EVALUATION):
         node = Node()
         node.train(3)
         node.says(activity, 3)
-        assert node.look() == Standstill(0.0, UNKNOWN, doing)
+        assert node.look() == Standstill(0.0, UNKNOWN, Doing(activity, 3))
         node.look(30.0)
         node.says(Activity.STEP, 3)
         assert node.left() == 10.0
@@ -129,7 +128,7 @@ def test_an_announced_pause_takes_as_long_as_announced() -> None:
     node = Node()
     node.train(3)
     node.says(Activity.PAUSE, 3, limit=60.0, what="upload")
-    assert node.look() == Standstill(0.0, 60.0, "the announced upload after step 3")
+    assert node.look() == Standstill(0.0, 60.0, Doing(Activity.PAUSE, 3, "upload"))
     assert node.left(60.0) == 0.0
     node.says(Activity.STEP, 3)
     assert node.left() == 10.0
@@ -143,7 +142,7 @@ def test_none_is_late_while_another_is_not() -> None:
     found = node.look(100.0)
     assert found is not None
     assert found.left > 0
-    assert found.doing == "the evaluation after step 3"
+    assert found.doing == Doing(Activity.EVALUATION, 3)
 
 
 def test_a_part_of_the_script_of_which_nothing_is_known_is_not_watched() -> None:
@@ -158,7 +157,7 @@ def test_ranks_that_wait_for_each_other_as_they_enter_a_round_are_late_after_ten
     node.train(300, seconds=1.0)
     for rank in (0, 1):
         node.says(Activity.FORMING, 300, rank=rank, number=2)
-    assert node.look(number=2) == Standstill(0.0, FORMING, "the forming of the round")
+    assert node.look(number=2) == Standstill(0.0, FORMING, Doing(Activity.FORMING, 300))
     node.look(9.0, number=2)
     node.says(Activity.FORMING, 300, rank=1, number=2)
     found = node.look(number=2)
@@ -188,9 +187,7 @@ def test_what_a_script_does_as_a_state_is_restored_may_take_long_unless_the_proc
         node.says(Activity.RESTORE, rank=1)
         found = node.look()
         assert found is not None
-        assert (found.left, found.doing) == (UNKNOWN, "the restoring of its state"), (
-            "no limit is learned from the first"
-        )
+        assert (found.left, found.doing.activity) == (UNKNOWN, Activity.RESTORE), "no limit is learned from the first"
         node.look(100.0)
     for stopped, elapsed, late in (({1}, 1.0, False), (set(), 1.0, False), ({1}, 9.0, False), ({1}, 2.0, True)):
         node.stopped = stopped
@@ -211,10 +208,9 @@ def test_a_stopped_worker_is_late_in_whatever_part_of_its_script(activity: Activ
     node.stopped = {1}
     for elapsed in (1.0, FORMING - 2, 1.0):
         found = node.look(elapsed)
-    doing = {None: "its script", Activity.UNWATCHED: "its script", Activity.EVALUATION: "the evaluation after step 3"}
     assert found is not None
     assert (found.seconds, found.left) == (FORMING, 0.0)
-    assert activity not in doing or found.doing == doing[activity]
+    assert found.doing.activity == (Activity.UNWATCHED if activity is None else activity)
     node.stopped = set()
     found = node.look()
     assert found is None or found.left > 0

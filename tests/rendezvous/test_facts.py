@@ -17,9 +17,12 @@ import elastic_agents
 from elastic_agents import summary
 from elastic_launch import rendezvous
 from elastic_launch.events import facts, sentences
-from elastic_launch.failure import Failure
+from elastic_launch.failure import Doing, Failure
 from elastic_launch.rendezvous.leader.verdict import root_cause
 from elastic_launch.rendezvous.wire import messages as m
+from elastic_launch.shared_progress import Activity
+
+STEP_7 = Doing(Activity.STEP, 6)
 
 SYMPTOM: dict[str, Any] = {"symptom": "broken connection", "error": "RuntimeError: Connection closed by peer"}
 KILLED: dict[str, Any] = {"exit_code": -signal.SIGKILL, "error": ""}
@@ -67,7 +70,7 @@ def hangs() -> Run:
     for early in (False, True):
         for index, (node, state) in enumerate((("a", "exchange"), ("b", "code"))):
             worker = m.StalledWorker(index, 0, 7, state, frame="train.py:9 in main")
-            run.report(node, m.Stalled(run.number, 12.0, "step 7", f"host-{node}", (worker,), early=early))
+            run.report(node, m.Stalled(run.number, 12.0, STEP_7, f"host-{node}", (worker,), early=early))
         run.stop("a", "b")
         run.advance(3)
         run.join("a", "b")
@@ -80,7 +83,7 @@ def ranks_that_wait_for_one() -> Run:
     for rank, node in enumerate("abc"):
         begun = m.Collective("0", "default_pg", 4 if rank == 1 else 5, "all_reduce of Float[9]", rank != 1)
         worker = m.StalledWorker(rank, 0, 7, "exchange", frame="train.py:9 in main", collectives=(begun,))
-        run.report(node, m.Stalled(run.number, 12.0, "step 7", f"host-{node}", (worker,)))
+        run.report(node, m.Stalled(run.number, 12.0, STEP_7, f"host-{node}", (worker,)))
     run.stop("a", "b", "c")
     run.advance(3)
     return run
@@ -156,10 +159,12 @@ def test_the_cause_and_the_hint_are_chosen_by_facts(monkeypatch: pytest.MonkeyPa
     assert [summary.hint_on(failure) for failure in found] == hints
 
 
-NODE, LEADER, BACKENDS = (Path(rendezvous.__file__).parent / name for name in ("node", "leader", "backends"))
+NODE, LEADER, BACKENDS, VOTERS = (
+    Path(rendezvous.__file__).parent / name for name in ("node", "leader", "backends", "voters")
+)
 MACHINES = [
     *(path for path in sorted(LEADER.glob("*.py")) if path.name != "service.py"),
-    *(NODE / "machine.py", NODE / "failure_detector.py", BACKENDS / "succession.py"),
+    *(NODE / "machine.py", NODE / "failure_detector.py", BACKENDS / "succession.py", VOTERS / "voter.py"),
     *(Path(elastic_agents.__file__).with_name(f"{name}.py") for name in ("policy", "policy_ahead", "policy_types")),
 ]
 

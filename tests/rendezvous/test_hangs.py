@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 from leader_run import Run, running
 
-from elastic_launch.events.sentences import divided, how_failed, why
+from elastic_launch.events.sentences import divided, how_failed, occupation, why
 from elastic_launch.events.types import CauseFound, HangFound, RestartCharged, RoundBroken
-from elastic_launch.failure import StallPlace, Suspect
+from elastic_launch.failure import Doing, StallPlace, Suspect
 from elastic_launch.rendezvous.leader.hangs import ALIKE, Verdict, judge_stalled
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.messages import Collective, Stalled, StalledWorker
+from elastic_launch.shared_progress import FIRST_STEPS, Activity
+
+STEP_7 = Doing(Activity.STEP, 6)
 
 PREPARES = object()
 
@@ -36,7 +39,7 @@ def judged(
         found = StalledWorker(*where, state, moves, frame, ("x",), "logs", collectives, PREPARES in more)
         by_node["abcdefgh"[rank // each]].append(found)
     reports = {
-        node: Stalled(3, seconds, "step 7", f"host-{node}", tuple(those), early=early and node == [*by_node][-1])
+        node: Stalled(3, seconds, STEP_7, f"host-{node}", tuple(those), early=early and node == [*by_node][-1])
         for node, those in by_node.items()
     }
     return judge_stalled(3, reports, 99.0, before=before)
@@ -52,6 +55,24 @@ def told(verdict: Verdict) -> str:
 
 
 EXCHANGE = ("exchange", "train.py:9 in main")
+
+
+@pytest.mark.parametrize(
+    ("doing", "text"),
+    [
+        (Doing(), "its script"),
+        (Doing(ends=True), "the end of its script"),
+        (Doing(Activity.FORMING), "the forming of the round"),
+        (Doing(Activity.RESTORE), "the restoring of its state"),
+        (Doing(Activity.CHECKPOINT, 3), "the checkpoint after step 3"),
+        (Doing(Activity.EVALUATION, 3), "the evaluation after step 3"),
+        (Doing(Activity.PAUSE, 3, "upload"), "the announced upload after step 3"),
+        (Doing(Activity.PAUSE, 3), "the announced pause after step 3"),
+        *((Doing(x, 3), "step 4") for x in (Activity.STEP, *FIRST_STEPS)),
+    ],
+)
+def test_what_a_worker_does_is_told_in_a_few_words(doing: Doing, text: str) -> None:
+    assert occupation(doing) == text
 
 
 def test_the_rank_that_is_not_in_an_exchange_hangs() -> None:
@@ -266,12 +287,12 @@ def stalls(
 ) -> None:
     """A node of one worker reports that it is late."""
     worker = StalledWorker("ab".index(node), 0, 7, state, frame=f"{frame} in main")
-    run.report(node, Stalled(run.number, seconds, "step 7", f"host-{node}", (worker,) if seconds else (), early=early))
+    run.report(node, Stalled(run.number, seconds, STEP_7, f"host-{node}", (worker,) if seconds else (), early=early))
 
 
 def test_a_rank_that_all_others_have_left_behind_hangs_wherever_it_is() -> None:
     for state in ("code", "exchange", "unknown"):
-        report = Stalled(3, 9.0, "its script", "h", (StalledWorker(1, 0, 7, state, frame="x"),), asked=True)
+        report = Stalled(3, 9.0, Doing(), "h", (StalledWorker(1, 0, 7, state, frame="x"),), asked=True)
         assert ranks(judge_stalled(3, {"a": report}, 99.0, finished=True)) == [1]
         assert ranks(judge_stalled(3, {"a": report}, 99.0)) == []
     busy = replace(report, workers=(StalledWorker(1, 0, 7, "code", moves=True),))
@@ -284,7 +305,7 @@ def test_nodes_that_have_finished_are_not_waited_for_if_the_user_has_set_the_tim
     stalls(run, "b", "code")
     assert run.told(RoundBroken) == [], "it may save its last checkpoint"
     worker = StalledWorker(1, 0, 7, "code", frame="threading.py:1 in _shutdown")
-    run.report("b", Stalled(run.number, 12.0, "its script", "host-b", (worker,), asked=True))
+    run.report("b", Stalled(run.number, 12.0, Doing(), "host-b", (worker,), asked=True))
     (order,) = run.orders("b", m.Break)
     assert (order.kind, order.hung) == ("hang", (1,))
 

@@ -28,6 +28,7 @@ from elastic_agents.hangs.processes import (
 from elastic_agents.hangs.stacks import debugged, in_exchange, in_loader, prepares, reads_data, serves_loader, text_of
 from elastic_agents.workers.frames import Stack, user_frame
 from elastic_launch.errors import ProtocolError
+from elastic_launch.failure import Doing
 from elastic_launch.rendezvous.wire.messages import Collective, StacksTaken, Stalled, StalledWorker
 from elastic_launch.shared_progress import FIRST_STEPS, Activity, WorkerProgress
 from elastic_launch.system.plain_text import clipped, one_line
@@ -262,8 +263,7 @@ class HangWatch:
             idle = same and not any(moved(self._before[pid], used) for pid, used in now.items())
             self._idle = self._idle + self._unchecked if idle else 0.0
             self._before, self._unchecked, self._idle_round = now, 0.0, watched.round
-        doing = "the end of its script" if watched.finishing else "its script"
-        return Standstill(self._idle, self._timeout - self._idle, doing)
+        return Standstill(self._idle, self._timeout - self._idle, Doing(ends=watched.finishing))
 
     def _reports(self, watched: WatchedRound) -> dict[int, WorkerProgress | None]:
         found = {worker.local_rank: self._progress(worker.local_rank) for worker in watched.workers}

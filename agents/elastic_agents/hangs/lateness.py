@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from elastic_launch.failure import Doing
 from elastic_launch.shared_progress import FIRST_STEPS, Activity, WorkerProgress
 
 FACTOR = 5.0
@@ -54,12 +55,12 @@ class Standstill:
     Attributes:
         seconds: for how long.
         left: seconds until all of them are late; not above 0 if they are.
-        doing: what they do, as text.
+        doing: what they do.
     """
 
     seconds: float
     left: float
-    doing: str
+    doing: Doing
 
 
 class Lateness:
@@ -103,8 +104,8 @@ class Lateness:
         if found is not None and found.left <= FORMING - seconds:
             return found
         report = reports[rank]
-        known = report is not None and report.round == round_number and report.activity != Activity.UNWATCHED
-        return Standstill(seconds, FORMING - seconds, _doing(report) if report is not None and known else "its script")
+        doing = _doing(report) if report is not None and report.round == round_number else Doing()
+        return Standstill(seconds, FORMING - seconds, doing)
 
     def suspect_in(self, reports: Mapping[int, WorkerProgress | None]) -> float:
         """Return the seconds until workers in a first step have taken as long as other steps may, after :meth:`look`.
@@ -179,16 +180,5 @@ class Lateness:
         return max(LEAST.get(activity, LEAST_OF_OTHERS), FACTOR * (longest or 0.0))
 
 
-def _doing(report: WorkerProgress) -> str:
-    match report.activity:
-        case Activity.FORMING:
-            return "the forming of the round"
-        case Activity.RESTORE:
-            return "the restoring of its state"
-        case Activity.CHECKPOINT:
-            return f"the checkpoint after step {report.step}"
-        case Activity.EVALUATION:
-            return f"the evaluation after step {report.step}"
-        case Activity.PAUSE:
-            return f"the announced {report.what or 'pause'} after step {report.step}"
-    return f"step {report.step + 1}"
+def _doing(report: WorkerProgress) -> Doing:
+    return Doing(report.activity, report.step, report.what)

@@ -158,7 +158,8 @@ class Aws(MetadataSource):
             reply = self._http.ask("PUT", "/latest/api/token", headers, deadline=DEADLINE)
         except Unanswered as trouble:
             # A refused connection is not caused by the hop limit.
-            raise Unanswered(HOPS, trouble.detail) if "timed out" in trouble.detail else trouble from None
+            late = isinstance(trouble.__cause__, TimeoutError)
+            raise Unanswered(HOPS, trouble.detail) if late else trouble from None
         if reply.status != 200 or not reply.text.isascii() or not reply.text.isprintable() or not reply.text:
             raise Trouble(f"the metadata service gives no token (status {reply.status})", "PUT /latest/api/token")
         return reply.text

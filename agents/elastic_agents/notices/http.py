@@ -98,7 +98,7 @@ class Http:
             found = response.read(LIMIT + 1)
             names = {name.lower(): value for name, value in response.getheaders()}
         except OSError as error:
-            raise Unanswered("the metadata service does not answer", str(error)) from None
+            raise Unanswered("the metadata service does not answer", str(error)) from error
         except (HTTPException, ValueError) as error:
             raise Trouble("the metadata service does not speak HTTP", repr(error)[:80]) from None
         finally:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_launch.contract import Copied
-from elastic_launch.events.types import counted
-
-SAVES_ITSELF = "the script saves its state itself"
-"""Why this project has saved nothing of a training with a loop of its own."""
+from elastic_launch.events.facts import LastSaved, NotSaved
 
 
 class DurableState:
@@ -48,22 +45,24 @@ class DurableState:
         """Whether the state after a step of the current round is in durable storage."""
         return self._saved == step or self._snapshot_store.has_saved(step)
 
-    def why_not(self, *, writes: bool) -> str:
+    def why_not(self, *, writes: bool) -> str | NotSaved:
         """Return why this node's state is not saved; empty if nothing went wrong.
 
         ``writes``: whether this node has the round's first worker, the one that saves if any does.
         """
         if not self.library_saves:
-            return SAVES_ITSELF
+            return NotSaved("itself")
         if self._snapshot_store.failed or self._unsaved:
             return self._snapshot_store.failed or self._unsaved
         if not self._snapshot_store.idle:
-            return "there was no time left"
+            return NotSaved("no time")
         saves = self.checkpoints or self._snapshot_store.saves
-        return "the script saves no checkpoints" if writes and not saves else ""
+        return NotSaved("none") if writes and not saves else ""
 
-    def where(self, reached: tuple[int, int], *, others: bool, told: int | None = None, continues: bool = False) -> str:
-        """Return where the final state is saved, on the node of the round's first worker; empty if that is not known.
+    def where(
+        self, reached: tuple[int, int], *, others: bool, told: int | None = None, continues: bool = False
+    ) -> LastSaved | None:
+        """Return where the final state is saved, on the node of the round's first worker; None if that is not known.
 
         Args:
             reached: the round and the step that the workers have come to; round 0 if they have not trained.
@@ -73,19 +72,14 @@ class DurableState:
         """
         number, step = reached
         if not number or not self.library_saves:
-            return ""
+            return None
         own = [] if self._saved is None else [(self._saved, "")]
         own += [(self._kept.step, self._kept.path)] if self._kept is not None else []
         if not own and others:
-            return ""
-        why = "" if own else self.why_not(writes=True) or "no checkpoint was complete"
+            return None
         known = [*own, *([self.base] if self.base is not None else []), *([(told, "")] if told is not None else [])]
-        if not known:
-            return f"nothing is saved, {counted(step, 'step')} lost: {why}"
-        saved, path = max(known)
-        place = f" in {path}" if path else ""
-        lost = f"; {counted(step - saved, 'step')} since then lost" if step > saved and not others else ""
-        lost += f": {why}" if lost and why else ""
-        if self._snapshot_store.failed or self._unsaved:  # another run may have taken over the location, and removed it
-            return f"step {saved} was the last to be saved{place}{lost}"
-        return f"step {saved} is saved{place}{lost}{'; run the same command to continue' if continues else ''}"
+        saved, path = max(known, default=(None, ""))
+        lost = 0 if others else max(0, step - (saved or 0))
+        why = "" if own or not (lost or saved is None) else self.why_not(writes=True) or NotSaved("incomplete")
+        failed = bool(self._snapshot_store.failed or self._unsaved)
+        return LastSaved(saved, path, lost, why, failed, continues)

@@ -33,13 +33,13 @@ class Preload:
         without: modules that are left out, with their submodules.
 
     Attributes:
-        faults: modules that must not be imported ahead of time, with what their imports do.
+        faults: modules that must not be imported ahead of time, with what their imports do; nothing if they raise.
         read: variables that imports looked up.
         error: the exception that the last import has raised.
     """
 
     def __init__(self, asked: Collection[str], without: Collection[str]) -> None:
-        self.faults: dict[str, str] = {}
+        self.faults: dict[str, tuple[str, ...]] = {}
         self.read: set[str] = set()
         self.error: BaseException | None = None
         self._asked, self._without = asked, frozenset(without)
@@ -113,9 +113,9 @@ class Preload:
             self.error = _import(name)
         found = watch.faults()
         if self.error is not None:
-            self.faults[culprit] = f"raises {type(self.error).__name__}"
+            self.faults[culprit] = ()
         elif found and name not in self._asked:
-            self.faults[culprit] = "; ".join(found)
+            self.faults[culprit] = found
 
     def _allowed(self, name: str) -> bool:
         parts = name.split(".")

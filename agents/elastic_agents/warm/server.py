@@ -142,8 +142,8 @@ class _Server:
         self.preload.add(names, lambda name: _say(self._settings, {"importing": name}))
         if faults := self.preload.faults:
             for name, what in faults.items():
-                if not what.startswith("raises"):
-                    text = f"{name} is not loaded ahead: its import {what}"
+                if what:
+                    text = f"{name} is not loaded ahead: its import {'; '.join(what)}"
                     _say(self._settings, {"warning": f"{text}; --no-preload {name} silences this warning"})
             if self._settings["restarts"] >= MOST_RESTARTS:
                 _be_cold(self._settings, f"{', '.join(faults)} cannot be loaded ahead")

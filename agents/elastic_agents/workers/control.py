@@ -22,7 +22,7 @@ from functools import partial
 from elastic_agents import policy_types as v
 from elastic_agents.drill import FaultReached
 from elastic_agents.inbox import FirstStepDone, ProcessEnding
-from elastic_agents.snapshots.durable_state import SAVES_ITSELF, DurableState
+from elastic_agents.snapshots.durable_state import DurableState
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_agents.step_events import StepEvents
 from elastic_agents.timers import StepTimer
@@ -31,6 +31,8 @@ from elastic_launch import contract as c
 from elastic_launch.clock import Clock
 from elastic_launch.codec import LineReader
 from elastic_launch.errors import ProtocolError
+from elastic_launch.events.facts import NotSaved
+from elastic_launch.events.sentences import why
 from elastic_launch.events.types import EventSink, SnapshotsLeftOut
 from elastic_launch.rendezvous.wire.messages import NodeSaved
 from elastic_launch.shared_progress import SharedProgress, WorkerProgress
@@ -225,7 +227,7 @@ class Control:
                     self._save_asked = self.step_timer.done
                     self._send(peer, c.Save())
                 else:
-                    self._say(NodeSaved(round_number, self.step_timer.done, SAVES_ITSELF, asked=True))
+                    self._say(NodeSaved(round_number, self.step_timer.done, why(NotSaved("itself")), asked=True))
 
     def answers(self, step: int) -> bool:
         """Whether a checkpoint of this many steps includes all that were done when one was requested."""

@@ -14,6 +14,7 @@ from elastic_launch.clock import Clock
 from elastic_launch.config.endpoints import Endpoint
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.errors import EndpointError, ProtocolError, RefusedError, UnresolvedError
+from elastic_launch.events.facts import Misfit
 from elastic_launch.events.types import EventSink, counted
 from elastic_launch.rendezvous.backends.c10d import ACK_TIMEOUT, FoundLeader, NodeAddress
 from elastic_launch.rendezvous.backends.election import ElectedBackend
@@ -59,8 +60,8 @@ class VotingBackend(ElectedBackend):
             self._majority = MajorityStore(config.endpoints, config.run_id, self._key, self._clock, self._own, lease)
             undo.callback(self._majority.close)
             if listener is not None:
-                remedy = f"Give all of them: --rdzv-endpoint {','.join(map(str, config.endpoints))}."
-                self._server = VoterServer(listener, self._key, self._majority.vote, remedy)
+                alone = Misfit("alone", ours=",".join(map(str, config.endpoints)))
+                self._server = VoterServer(listener, self._key, self._majority.vote, alone)
                 self._server.start()
             undo.pop_all()
         names = counted(len(config.endpoints), "host")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from elastic_launch.events.facts import Cause, RoundHangs
 from elastic_launch.events.sentences import why
 from elastic_launch.events.types import HangFound
-from elastic_launch.failure import BegunInstead, Failure, Hang, SplitCollective, StallPlace
+from elastic_launch.failure import BegunInstead, Doing, Failure, Hang, SplitCollective, StallPlace
 from elastic_launch.rendezvous.wire.messages import Collective, Stalled, StalledWorker
 
 ALIKE = 600.0
@@ -37,7 +37,7 @@ class Verdict:
         stood: the places of the workers that hang; of all if no rank stands out.
     """
 
-    doing: str
+    doing: Doing
     seconds: float
     failures: tuple[Failure, ...] = ()
     places: tuple[tuple[StallPlace, tuple[int, ...]], ...] = ()

@@ -144,7 +144,7 @@ class LeaderMachine:
         self._wake(now)
         misfit = refusal(hello, self.record, self._command) or self._intrudes(hello)
         if misfit is not None:
-            reason, hint = refused(hello.node_id, misfit)
+            reason, hint = refused(misfit, hello.node_id)
             self._send(link, m.Refused(self.record.term, reason, hint))
             self._close(link)
             self._emit(NodeRefused(hello.node_id, reason))

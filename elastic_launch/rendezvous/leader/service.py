@@ -14,6 +14,8 @@ from elastic_launch import codec
 from elastic_launch.clock import Clock
 from elastic_launch.config.launch_config import LaunchConfig
 from elastic_launch.errors import ProtocolError, RecordTooLargeError, StoreError
+from elastic_launch.events.facts import Misfit
+from elastic_launch.events.sentences import refused
 from elastic_launch.events.types import EventSink
 from elastic_launch.rendezvous.admin import messages as asking
 from elastic_launch.rendezvous.admin.server import AdminRequests
@@ -25,7 +27,6 @@ from elastic_launch.rendezvous.wire.authentication import MissingTokenError, Une
 from elastic_launch.rendezvous.wire.links import Link, Links
 from elastic_launch.rendezvous.wire.log_once import LogOnce
 from elastic_launch.rendezvous.wire.outline import OrderEncoder
-from elastic_launch.secret import HINT_NO_TOKEN, HINT_TOKEN
 from elastic_launch.system.threads import ThreadDied, VitalThread
 
 _log = logging.getLogger(__name__)
@@ -230,11 +231,8 @@ class LeaderService:
             return
         try:
             reports = [m.unpack(line) for line in link.channel.feed(data)]
-        except MissingTokenError as error:
-            self._reject(number, link, error, "the token is missing: the run has one, this node has none.", HINT_TOKEN)
-            return
-        except UnexpectedTokenError as error:
-            self._reject(number, link, error, "this node has a token, the run has none.", HINT_NO_TOKEN)
+        except (MissingTokenError, UnexpectedTokenError) as error:
+            self._reject(number, link, error)
             return
         except ProtocolError as error:
             self._once.warn(type(error).__name__, "a link from %s was closed: %s", link.peer, error)
@@ -246,10 +244,11 @@ class LeaderService:
             if number in self._links.open and not link.closing:
                 self._handle(number, link, report)
 
-    def _reject(self, number: int, link: Link, error: ProtocolError, reason: str, hint: str) -> None:
+    def _reject(self, number: int, link: Link, error: ProtocolError) -> None:
         """Tell a node, unauthenticated, how its token differs. It has proven nothing, so nothing else follows."""
         self._once.warn("token", "a link from %s was refused: %s", link.peer, error)
-        link.channel.send_bare(m.pack(m.Refused(self._machine.record.term, reason, hint)))
+        misfit = Misfit("no token" if isinstance(error, MissingTokenError) else "token")
+        link.channel.send_bare(m.pack(m.Refused(self._machine.record.term, *refused(misfit))))
         link.closing = True
         self._flush(number)
 

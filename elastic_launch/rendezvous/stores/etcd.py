@@ -62,17 +62,10 @@ _FINAL = (
 )
 """Answers that every other member would also give: a part of the message, its meaning, what to do, the error."""
 
-_NO_ETCD = "what listens there does not speak etcd's v3 API, or wants TLS"
 _HINT_NO_ETCD = "Give --rdzv-endpoint the client addresses of etcd 3.4 or later, without TLS."
-_HOPELESS = (
-    ("tcp connect error", "nothing accepts a connection there"),
-    ("dns error", "its name does not resolve"),
-    ("h2 protocol error: http2 error", _NO_ETCD),
-    ("operation was canceled", _NO_ETCD),
-    ("HTTP status code", _NO_ETCD),
-    ("unknown service", _NO_ETCD),
-)
-"""Failures to reach any etcd. A member that is just dying may cause them once."""
+_UNREACHED = {"tcp connect error": "nothing accepts a connection there", "dns error": "its name does not resolve"}
+_NO_ETCD = ("h2 protocol error: http2 error", "operation was canceled", "HTTP status code", "unknown service")
+"""Parts of the client's messages if no etcd is reached. A member that is just dying may cause them once."""
 
 _runtime = threading.Lock()
 """Held while the client's threads, which all stores share, may be starting or ending. The client starts the threads
@@ -87,12 +80,16 @@ class EtcdUnreachableError(EndpointError, StoreError):
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """Why a member gave no result; ``hint`` is set if no other member would give one either."""
+    """Why a member gave no result; ``hint`` is set if no other member would give one either.
+
+    It is ``hopeless`` if no etcd is reached there, and ``other`` if something else is.
+    """
 
     reason: str
     hint: str = ""
     kind: type[StoreError] = StoreError
     hopeless: bool = False
+    other: bool = False
 
 
 class _Link:
@@ -303,8 +300,7 @@ class EtcdStore(ControlStore):
             all_seen = len(failures) == len(self._links)
             hopeless = hopeless + 1 if all_seen and all(failure.hopeless for failure in failures.values()) else 0
             if hopeless == 2:
-                no_etcd = any(failure.reason == _NO_ETCD for failure in failures.values())
-                hint = _HINT_NO_ETCD if no_etcd else _HINT_ENDPOINT
+                hint = _HINT_NO_ETCD if any(failure.other for failure in failures.values()) else _HINT_ENDPOINT
                 raise EtcdUnreachableError(f"No etcd was found for the {what}: {self._told(failures)}.", hint)
             await asyncio.sleep(min(pause, max(0.0, deadline - self._loop.time())))
             patience, pause = min(2 * patience, _LONGEST_PATIENCE), min(2 * pause, 1.0)
@@ -340,9 +336,11 @@ def _diagnosed(error: etcd_client.ClientError) -> _Failure:
     for part, meaning, hint, kind in _FINAL:
         if part in message:
             return _Failure(meaning, hint, kind)
-    for part, meaning in _HOPELESS:
+    for part, meaning in _UNREACHED.items():
         if part in message:
             return _Failure(meaning, hopeless=True)
+    if any(part in message for part in _NO_ETCD):
+        return _Failure("what listens there does not speak etcd's v3 API, or wants TLS", hopeless=True, other=True)
     if message == "transport error":
         message = "it closes connections, as a server does that requires TLS or is stopping"
     return _Failure(message or type(error).__name__)

@@ -129,7 +129,7 @@ class VoterAnswer:
         known: the lives of the other voters that it knows.
         asker: the life to which a report was made; else empty.
         wait: seconds for which it will refuse other candidates than the present leader.
-        refused: why it answers nothing else, such as for a voter of another run; empty if it does.
+        refused: whether it answers nothing else, as it is of another run, or with other names of the hosts.
     """
 
     id: int
@@ -144,7 +144,7 @@ class VoterAnswer:
     known: tuple[Incarnations, ...] = ()
     asker: str = ""
     wait: float = 0.0
-    refused: str = ""
+    refused: bool = False
 
 
 def group_of(run_id: str, voters: Iterable[str]) -> str:

@@ -22,6 +22,8 @@ PAUSE = 0.1
 POLL = 0.05
 """Seconds after which a thread that waits for an answer looks whether another request has taken its place."""
 
+_STRANGER = "it was started for another run, or with other names of the hosts that keep the record"
+
 GRACE = 1.0
 """Seconds that closing waits for threads; one that hangs in a resolver is left behind."""
 
@@ -134,7 +136,7 @@ class _Peer:
             for answer in map(MESSAGES.unpack, lines):
                 if not isinstance(answer, VoterAnswer) or answer.voter != self._name:
                     raise ProtocolError("It does not answer as this voter.")
-                self.problem = answer.refused
+                self.problem = _STRANGER if answer.refused else ""
                 self._heard(answer)
                 if answer.id == request.id:
                     self._silent_since = 0.0

@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 from elastic_launch import codec
 from elastic_launch.errors import ProtocolError
+from elastic_launch.events.facts import Misfit
+from elastic_launch.events.sentences import refused
 from elastic_launch.rendezvous.voters.messages import MESSAGES, VoterAnswer, VoterRequest
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.links import Link, Links
@@ -34,7 +36,7 @@ class VoterServer:
     Args:
         listener: listens at the voter's endpoint; this object takes ownership of it.
         vote: returns the answer to a request, or None to give none; called from the server's thread.
-        remedy: what is to be done by a node that comes to this endpoint alone.
+        misfit: of a node that comes to this endpoint alone.
     """
 
     def __init__(
@@ -42,11 +44,11 @@ class VoterServer:
         listener: socket.socket,
         key: bytes | None,
         vote: Callable[[VoterRequest], VoterAnswer | None],
-        remedy: str,
+        misfit: Misfit,
     ) -> None:
         self._listener = listener
         self._vote = vote
-        self._remedy = remedy
+        self._misfit = misfit
         self._once = LogOnce(_log)
         self._links = Links(listener, key, MAX_STRANGERS, self._once)
         self._stop = threading.Event()
@@ -109,8 +111,7 @@ class VoterServer:
 
     def _receive(self, number: int, link: Link, line: bytes) -> None:
         if codec.loads(line).get("type") in ("nodehello", "caller"):
-            reason = "this endpoint is one of several that keep the record of a run, and was given alone."
-            link.channel.send(m.pack(m.Refused(0, reason, self._remedy)))
+            link.channel.send(m.pack(m.Refused(0, *refused(self._misfit))))
             link.closing = True
             return
         request = MESSAGES.unpack(line)

@@ -112,8 +112,7 @@ class Voter:
         """Carry out a request, and return the answer to send once the state is on disk."""
         state = self.state
         if request.group != state.group:
-            text = "it was started for another run, or with other names of the hosts that keep the record"
-            return VoterAnswer(request.id, self.name, refused=text)
+            return VoterAnswer(request.id, self.name, refused=True)
         granted, asker = False, ""
         known: ValuePosition | None = None
         match request:

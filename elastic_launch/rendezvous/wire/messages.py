@@ -6,16 +6,16 @@ lower term than it has seen, so that a leader that was paused and wakes up has n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import get_args
 
 from elastic_launch.codec import Messages
-from elastic_launch.failure import Failure, Suspect
+from elastic_launch.failure import Doing, Failure, Suspect
 from elastic_launch.rendezvous.admin import messages as asking
 from elastic_launch.rendezvous.record import LocalRanks, ReplicaSize, Round, Seconds
 from elastic_launch.system.host_load import HostLoad
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 
 
 # From a node to its leader.
@@ -260,14 +260,14 @@ class Stalled:
 
     Attributes:
         seconds: for how long none of them has advanced; 0: they advance again, or are not to.
-        doing: what they are late with, such as ``step 41``.
+        doing: what they are late with.
         asked: whether the user has set the time after which they are late.
         early: whether they are not late yet, in a first step of the round, but did nothing, twice at the same place.
     """
 
     round: int
     seconds: float = 0.0
-    doing: str = ""
+    doing: Doing = field(default_factory=Doing)
     host: str = ""
     workers: tuple[StalledWorker, ...] = ()
     asked: bool = False
