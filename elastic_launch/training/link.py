@@ -550,6 +550,7 @@ class AgentLink:
                     self._take_use(place)
                     # At once, as orders for the new round may follow.
                     self._place, self._round = place, place.round
+                    self._step = 0  # the training may go back in this round: see watch()
                     self._suspend, self._stop_asked = None, ""
                     self.note(None, 0, 0)
                     self._tells_steps, self._next_word, self._ends = place.placement.first_on_node, 0.0, False

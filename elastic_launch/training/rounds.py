@@ -119,7 +119,7 @@ class WorkerRounds:
     def form_mesh(self, shard: int, tensor: int) -> ReplicaMesh:
         """Return the mesh of this rank's replica, see :meth:`elastic_launch.Run.mesh`; called by all ranks."""
         if self.mesh is None:
-            self._own_ranks.enter_context(own_ranks())
+            self._own_ranks.enter_context(own_ranks(lambda: self.mesh and self.mesh.inner))
             return self._form_mesh(shard, tensor)
         if self.mesh.shape != (shard, tensor):
             had = "run.mesh(shard={}, tensor={})".format(*self.mesh.shape)
@@ -141,7 +141,7 @@ class WorkerRounds:
         fits = {type(shard), type(tensor)} == {int} and 1 < replica.world_size == shard * tensor
         if not fits or self.asked_live is False or self.device.type != "cpu":
             return None
-        self._own_ranks.enter_context(own_ranks())
+        self._own_ranks.enter_context(own_ranks(lambda: self.mesh and self.mesh.inner))
         self._peerless = PeerlessGroups(replica.rank, replica.world_size, find_place)
         self.mesh = ReplicaMesh.formed(
             replica, self.device.type, shard, tensor, self.timeout, forming=lambda **_: nullcontext(), outlives=True

@@ -371,6 +371,28 @@ def test_what_a_process_does_as_it_enters_a_round_is_reported(ends: tuple[socket
     assert doing() == Activity.RESUMED_STEP
 
 
+def test_in_a_later_round_no_step_is_reported_until_it_is_known_where_training_goes_on(
+    ends: tuple[socket.socket, AgentLink],
+) -> None:
+    """It may go back: the steps of the round before would count as those of this one."""
+    agent, link = ends
+    link._progress = progress = SharedProgress.make("test")
+    link._forms = True
+    link.watch(0)
+    link.step(20)
+    placement = c.Placement(0, 0, 0, 1, 1, 1, "localhost", 1, 0, 1, first_on_node=True)
+    agent.sendall(c.pack(c.Place(2, placement, 1, 3, "rank 1 crashed", None, 0, fetching=False)))
+    assert link.wait_for_place() is not None
+    with link.forming():
+        found = progress.read()
+        assert found is not None
+        assert found[:2] == (2, 0)
+        link.watch(4)
+    found = progress.read()
+    assert found is not None
+    assert found[:2] == (2, 4)
+
+
 @pytest.mark.parametrize("first", FIRST_STEPS)
 def test_the_steps_that_a_process_receives_are_not_counted_as_its_own(first: Activity) -> None:
     with closing(SharedProgress.make("test")) as progress:

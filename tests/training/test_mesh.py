@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -120,6 +121,14 @@ def test_what_is_made_of_meshes_has_their_rank_until_the_session_ends(group: Non
         mesh._rank = 7  # as in a round in which this process is another rank
         assert mesh["tensor"]._rank == 7
     assert before == [vars(DeviceMesh)[name] for name in ("__init__", "_get_mesh_tensor_from_full_mesh")]
+
+
+def test_copies_of_a_mesh_such_as_those_of_the_compiler_do_not_keep_its_groups(group: None) -> None:
+    with el.session(threads=1) as run:
+        mesh = run.mesh(shard=1, tensor=1)
+        copies = [copy.deepcopy(mesh), copy.deepcopy(mesh["tensor"])._root_mesh]
+        assert all(each is not mesh and each._pg_registry == mesh._pg_registry != {} for each in copies)
+    assert not any(each._pg_registry for each in copies)
 
 
 def test_other_meshes_are_refused_by_name(run: Run) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -172,16 +172,25 @@ def check_shape(world: World, shard: int, tensor: int) -> None:
 
 
 @contextmanager
-def own_ranks() -> Iterator[None]:
+def own_ranks(inner: Callable[[], Any] = lambda: None) -> Iterator[None]:
     """Within this context, what torch makes of a mesh has the rank that this process had when the mesh was made.
 
     Torch looks in the mesh for the rank that this process has now among all. In another round that may be another one,
     and before this process has a place it has none: torch then fails, or takes it for a process outside of the mesh.
+
+    Args:
+        inner: returns the mesh whose copies share what it has of its groups: the compiler keeps some, which would keep
+            the groups of a round that is over.
     """
     from torch.distributed.device_mesh import DeviceMesh  # slow to import
 
     before = []
-    for name, made in (("__init__", _slices), ("_get_mesh_tensor_from_full_mesh", _looks_up)):
+    replaced: dict[str, Callable[[Any], Any]] = {
+        "__init__": _slices,
+        "_get_mesh_tensor_from_full_mesh": _looks_up,
+        "__setstate__": partial(_copies, inner=inner),
+    }
+    for name, made in replaced.items():
         if name in vars(DeviceMesh):
             # As the class has it: what getattr() returns does not bind an instance when it is put back.
             before.append((name, vars(DeviceMesh)[name]))
@@ -209,6 +218,16 @@ def _looks_up(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
             return function(*args, **kwargs)
         root = getattr(mesh, "_root_mesh", None) or mesh
         return function(*rest, **{"current_rank": getattr(root, "_rank", None), **kwargs})
+
+    return call
+
+
+def _copies(set_state: Callable[..., None], inner: Callable[[], Any]) -> Callable[..., None]:
+    def call(mesh: Any, state: Any) -> None:
+        set_state(mesh, state)
+        known = getattr(inner(), "_pg_registry", {})
+        if known and known.keys() >= {*getattr(mesh, "_dim_group_names", ())}:
+            mesh._pg_registry = known
 
     return call
 
