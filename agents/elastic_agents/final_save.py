@@ -62,7 +62,9 @@ class FinalSave:
         """
         view = self._state.view
         left = 0.0 if self._state.replaced else self._departure.left
-        if not begun:
+        if begun:
+            self._stands_in = self._is_left()  # the leader may end before the copies
+        else:
             if bounded or view.leaving is not None:
                 self._begun_in = view.round
             self._secure()
