@@ -368,8 +368,8 @@ class NodeAgent(ElasticAgent):
                 self._control.ask_stop(number, view.alive, why(cause), ends=view.leaving is not None or view.final)
                 if seconds is not None:
                     self._inbox.put_later(seconds, v.DrainOver(number))
-            case v.AwaitCopies(bounded=bounded):
-                self._parts.final_save.begin(bounded=bounded)
+            case v.AwaitCopies(bounded=bounded, begun=begun):
+                self._parts.final_save.begin(bounded=bounded, begun=begun)
             case v.Later(seconds=seconds, event=event):
                 self._inbox.put_later(seconds, event)
             case v.Terminate(local_ranks=local_ranks):

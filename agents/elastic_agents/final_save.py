@@ -54,17 +54,21 @@ class FinalSave:
         if self._begun_in == self._state.view.round:
             self._secure()
 
-    def begin(self, *, bounded: bool) -> None:
+    def begin(self, *, bounded: bool, begun: bool = False) -> None:
         """Copy to durable storage what is in memory only, if this node is responsible for it or no other can.
 
         Args:
             bounded: for the time that this node has left at most.
+            begun: only end the copies that have begun.
         """
         view = self._state.view
         left = 0.0 if self._state.replaced else self._departure.left
-        if bounded or view.leaving is not None:
-            self._begun_in = view.round
-        self._secure()
+        if begun:
+            self._stands_in = self._is_left()  # the leader may end before the copies
+        else:
+            if bounded or view.leaving is not None:
+                self._begun_in = view.round
+            self._secure()
         if self._snapshot_store.idle or (bounded and left <= 0):
             self._inbox.put(v.CopiesDone(given_up=not self._snapshot_store.idle))
         elif bounded:

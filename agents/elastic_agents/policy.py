@@ -77,7 +77,7 @@ def _decide(view: v.View, event: v.Event, node: v.NodeFacts) -> Decision:
         case m.Released():
             return _released(view)
         case m.RunEnd(code=code, cause=cause):
-            return _end(view, code, cause if view.round or code else f.NodeEnd("never"))
+            return _end(view, code, cause if view.round or code else f.NodeEnd("never"), idle=node.idle)
         case m.LeftOut(code=code, cause=cause):
             return _left_out(view, code, cause)
         case LinkDown():
@@ -393,15 +393,18 @@ def _saved(view: v.View) -> Decision:
     return view, [*stopped, *actions]
 
 
-def _over(view: v.View, code: int, cause: f.NodeCause) -> Decision:
-    """Exit, once what is in memory only is saved: the memory is lost with this node."""
-    view = replace(view, leaving=int(code), cause=cause)
-    if view.phase is v.Phase.SAVING or code == ExitCode.DONE or not view.round:
+def _over(view: v.View, code: int, cause: f.NodeCause, *, idle: bool = True) -> Decision:
+    """Exit, once what is in memory only is saved: the memory is lost with this node.
+
+    ``idle``: nothing is being copied. Otherwise a script that is done has ended before a checkpoint that was due.
+    """
+    view, done = replace(view, leaving=int(code), cause=cause), code == ExitCode.DONE
+    if view.phase is v.Phase.SAVING or (done and idle) or not view.round:
         return replace(view, phase=v.Phase.OVER), [v.Finish(int(code), cause)]
-    return replace(view, phase=v.Phase.SAVING, told=True), [v.AwaitCopies(bounded=True)]
+    return replace(view, phase=v.Phase.SAVING, told=True), [v.AwaitCopies(bounded=True, begun=done)]
 
 
-def _end(view: v.View, code: int, cause: f.NodeCause) -> Decision:
+def _end(view: v.View, code: int, cause: f.NodeCause, *, idle: bool = True) -> Decision:
     if view.phase is v.Phase.SAVING and view.leaving is None:
         view = replace(view, leaving=int(code), cause=cause, told=True)
         return view, [v.AwaitCopies(bounded=True)]
@@ -413,7 +416,7 @@ def _end(view: v.View, code: int, cause: f.NodeCause) -> Decision:
     view = replace(view, leaving=code, cause=cause, told=True)
     if view.alive or view.suspended:
         return _stop(view, cause)
-    return _over(view, code, cause)
+    return _over(view, code, cause, idle=idle)
 
 
 def _left_out(view: v.View, code: int, cause: str) -> Decision:

@@ -441,9 +441,11 @@ class AwaitCopies:
 
     Attributes:
         bounded: also raise DrainOver after the time that this node has left, since no drain has set a limit.
+        begun: only what is being copied already: the script is done, and needs no newer state.
     """
 
     bounded: bool = False
+    begun: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
-"""Keeps signal handlers of this project from processes that the script forks: these have the script's own handling."""
+"""Keeps what this project does from processes that the script forks: signal handlers, and what ends a session."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
@@ -33,6 +34,11 @@ def not_inherited(number: int, undo: Callable[[], object]) -> Callable[[], None]
             _undo.remove(entry)
 
     return end
+
+
+def never_freed(thing: object) -> None:
+    """Keep an object to the end of this process: what a suspended generator does as it is freed is not done here."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def _hold() -> None:

@@ -390,6 +390,7 @@ class Engine:
 
     def release(self) -> None:
         """Restore the signal handler, and release the memory and the agent's socket."""
+        self.trainings.over = True
         self._termination.close()
         self.rounds.close()
         self.saver.close()

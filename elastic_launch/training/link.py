@@ -10,6 +10,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,16 @@ PAUSE = 0.2
 
 _DESCRIPTORS = 16
 
+_links: weakref.WeakSet[AgentLink] = weakref.WeakSet()
+
+
+def _disown() -> None:
+    for link in list(_links):
+        link.disown()
+
+
+os.register_at_fork(after_in_child=_disown)
+
 LONGEST_ERROR = 1000
 """Maximum number of characters of an error sent to the agent."""
 
@@ -87,6 +98,8 @@ class AgentLink:
         # Seconds to wait for an order after an exchange with other ranks has failed; 0 if this worker is not suspended.
         self.patience = 0.0
         self._sock = sock
+        if sock is not None:
+            _links.add(self)
         self._sending = threading.Lock()  # held while a message is sent, and to hang up
         self._reading = threading.Lock()  # held while reading
         self._pending = b""
@@ -416,6 +429,15 @@ class AgentLink:
         self._noted = False
         self.say(message)
         self._hear_until(lambda: self._noted, ANSWER_TIMEOUT)
+
+    def disown(self) -> None:
+        """In a process that the script has forked: the agent is its parent's, and nothing here is said in its name."""
+        self.present, self._reader, self._progress = False, None, None
+        # Another thread may have held these.
+        self._sending, self._reading, self._news = threading.Lock(), threading.Lock(), threading.Condition()
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
 
     def close(self) -> None:
         """Close the socket and the slots' descriptors."""

@@ -18,6 +18,7 @@ from elastic_launch.batch import GlobalBatch
 from elastic_launch.contract import ENV_START_REASON
 from elastic_launch.errors import UsageError
 from elastic_launch.shared_progress import Activity
+from elastic_launch.system.forks import never_freed
 from elastic_launch.training.checkpoints.checkpoint import Checkpoint, check_checkpoint
 from elastic_launch.training.checkpoints.parts import Stateful
 from elastic_launch.training.checkpoints.saving import Trained
@@ -421,7 +422,7 @@ class Run:
 
         Raises:
             UsageError: if an argument has the wrong type, a step ends without ``update``, the checkpoint belongs to
-                another training, or another loop over steps is running.
+                another training, another loop over steps is running, or the session has ended.
             BatchError: if the micro-batch size is ``"auto"``, which only a ``Trainer`` supports.
         """
         check_loader("run.steps(loader=...)", loader)
@@ -511,6 +512,7 @@ class Run:
         """
         engine = self._engine
         engine.trainings.refuse_swapped("run.boundary()")
+        engine.trainings.refuse_after_end("run.boundary()")
         if step is not None:
             engine.trainings.refuse_beside_steps(f"run.boundary({step})")
             engine.trainings.refuse_before_restoring(f"run.boundary({step})", engine.state.names)
@@ -566,8 +568,8 @@ def session(
 
     Raises:
         UsageError: on entry, if an argument is invalid, the environment describes the world only in part, or
-            ``timeout`` is given although the process group was made before the session. Also if what this returns is
-            used as the run, without ``with``.
+            ``timeout`` is given although the process group was made before the session, or an earlier session has left
+            the run with this process. Also if what this returns is used as the run, without ``with``.
         SystemExit: if the training continues in other processes.
         CheckpointError: on exit, if the last checkpoint could not be saved; under an agent of this project,
             ``SystemExit`` with 93.
@@ -576,15 +578,20 @@ def session(
 
 
 class _Session(AbstractContextManager[Run]):
-    """Can only be entered."""
+    """Can only be entered; the process that did so leaves it."""
 
     def __init__(self, part: AbstractContextManager[Run]) -> None:
         self._part = part
+        self._pid = 0
 
     def __enter__(self) -> Run:
+        self._pid = os.getpid()
         return self._part.__enter__()
 
     def __exit__(self, *raised: Any) -> bool | None:
+        if os.getpid() != self._pid:  # the script has forked in it, without os._exit() at the end
+            never_freed(self._part)
+            return None
         return self._part.__exit__(*raised)
 
     def __getattr__(self, name: str) -> NoReturn:

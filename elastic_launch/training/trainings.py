@@ -24,6 +24,7 @@ class Trainings:
 
     def __init__(self) -> None:
         self.resumed = False  # whether the script's own training loop has restored its state
+        self.over = False  # whether the session has ended
         self._looping = False
         self._swapped: set[int] = set()  # addresses of what is swapped at present
         self._last: tuple[weakref.ref[Any], ...] = ()
@@ -32,6 +33,7 @@ class Trainings:
     @contextmanager
     def looping(self) -> Iterator[None]:
         """Return the context in which a loop over steps runs."""
+        self.refuse_after_end("run.steps() or Trainer.fit()")
         if self._looping:
             raise UsageError(
                 "Two loops over steps at once: run.steps() or Trainer.fit() began before another one had ended.",
@@ -68,11 +70,20 @@ class Trainings:
             raise UsageError(f"{what} came within run.swapped().", "Leave its block first: it is for evaluations.")
 
     def refuse_beside_steps(self, what: str) -> None:
-        """Refuse a call that saves or restores a state within a loop over steps."""
+        """Refuse a call that saves or restores a state within a loop over steps, or after the session."""
+        self.refuse_after_end(what)
         if self._looping:
             raise UsageError(
                 f"{what} was called within run.steps() or a Trainer, which save by themselves.",
                 "Leave it out. To save more than the model, call run.register(name, object) before.",
+            )
+
+    def refuse_after_end(self, what: str) -> None:
+        """Refuse a call that needs the other processes of the run once the session has ended."""
+        if self.over:
+            raise UsageError(
+                f"{what} came after the end of the session, when this process has left the others.",
+                "Move it into the block of: with el.session() as run.",
             )
 
     @property

@@ -318,6 +318,15 @@ def test_without_an_error_file_the_exception_is_found_in_stderr(error_file: Path
     assert found.detail == ("epoch 1", *TRACEBACK)
 
 
+def test_a_group_of_exceptions_is_found_by_its_own_line(error_file: Path) -> None:
+    printed = _traceback(ExceptionGroup("two failed", [OSError("no disk"), ExceptionGroup("b", [ValueError()])]))
+    chained = (*TRACEBACK, "", "During handling of the above exception, another exception occurred:", "", *printed)
+    for stderr in (printed, chained):
+        for lines in (stderr, ranked(stderr, 1)):
+            assert failed(error_file, stderr=tuple(lines)).error == "ExceptionGroup: two failed (2 sub-exceptions)"
+    assert failed(error_file, stderr=(*printed, *TRACEBACK)).error == "ValueError: boom"
+
+
 def ranked(lines: Sequence[str], rank: int) -> list[str]:
     """As torch prints tracebacks once the process group is there."""
     return [f"[rank{rank}]: {line}" for line in lines]

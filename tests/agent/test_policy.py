@@ -343,6 +343,14 @@ def test_stopping_the_runs_end_waits_for_the_workers() -> None:
     assert after(ending, gone(1, 0)) == (Phase.OVER, [v.Finish(91, "spent")])
 
 
+def test_a_run_that_is_done_awaits_the_copies_that_have_begun() -> None:
+    """Its script has ended without its session, as by sys.exit() in the loop; a checkpoint was due before."""
+    found, actions = decide(FINISHED, m.RunEnd(1, 0, "done"), 2, idle=False)
+    assert (found.phase, actions) == (Phase.SAVING, [v.AwaitCopies(bounded=True, begun=True)])
+    assert decide(found, v.CopiesDone(), 2, idle=False) == (found, [])
+    assert after(found, v.CopiesDone()) == (Phase.OVER, [v.Finish(0, "done")])
+
+
 SAVING = view(leave(SIGTERM), gone(0, -9), gone(1, -9))
 
 

@@ -102,6 +102,44 @@ def test_a_session_in_a_child_of_a_worker_is_refused_and_disturbs_nothing(
     assert not job.events("restart_charged")
 
 
+LEFT = """
+import os, sys
+import torch
+from torch import nn
+import elastic_launch as el
+
+with el.session() as run:
+    model = nn.Linear(4, 1)
+    loader = el.ElasticLoader(torch.ones(640, 4), el.GlobalBatch(8, micro=2))
+    checkpoint = el.Checkpoint(sys.argv[1], every=10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in run.steps(loader, model, optimizer, until="30ba", checkpoint=checkpoint):
+        for x in step:
+            step.backward(model(x).mean())
+        step.update()
+        if step.number == 12 and sys.argv[2] == "exits":
+            sys.exit()
+        if step.number == 12 and run.rank == 0:
+            if os.fork() == 0:
+                sys.exit()
+            os.wait()
+"""
+
+
+@pytest.mark.parametrize(("how", "last"), [("exits", 10), ("forks", 30)])
+def test_an_exit_within_the_loop_costs_no_checkpoint_that_was_due(
+    job: Job, tmp_path: Path, how: str, last: int
+) -> None:
+    """Neither that of all workers, nor that of a process that one of them has forked."""
+    script, directory = tmp_path / "left.py", tmp_path / "saved"
+    script.write_text(LEFT)
+    agent = job.launch("--standalone", "--nproc", "2", command=[str(script), str(directory), how])
+    assert agent.wait(100) == 0, agent.output
+    assert len(job.events("round_formed")) == 1
+    found = [int(path.name.split(".")[0].removeprefix("step-")) for path in directory.glob("step-*")]
+    assert max(found, default=0) >= last
+
+
 @pytest.mark.parametrize("warm", [False, True], ids=["executed", "forked"])
 def test_misuse_on_one_node_ends_all_nodes(job: Job, tmp_path: Path, warm: bool) -> None:
     """Also with an exception class derived from the library's."""

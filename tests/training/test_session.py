@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -85,6 +86,42 @@ def test_an_error_gives_them_back_too() -> None:
     with pytest.raises(ZeroDivisionError):
         fails()
     assert _present() == (3, False, True)
+
+
+def test_after_the_session_its_run_trains_no_more() -> None:
+    with el.session() as run:
+        pass
+    with pytest.raises(UsageError, match=r"Trainer.fit\(\) came after the end of the session"):
+        _train(run, exact=False)
+    with pytest.raises(UsageError, match=r"run.boundary\(\) came after the end of the session"):
+        run.boundary()
+    assert (run.rank, run.world_size) == (0, 1)
+
+
+def test_a_process_cannot_join_its_round_for_a_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent's store still has the addresses of the group that it has left."""
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29600", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", **where}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("elastic_launch.training.ranks.world._left", "127.0.0.1:29600")
+    with pytest.raises(UsageError, match="has left the run already") as raised, el.session():
+        pass
+    assert "one session" in raised.value.hint
+
+
+def test_a_forked_process_does_not_end_its_parents_session() -> None:
+    session = el.session()
+    run = session.__enter__()
+    with subprocess.Popen(["sleep", "60"]) as process:
+        run.background(process)
+        if (pid := os.fork()) == 0:
+            session.__exit__(SystemExit, SystemExit(0), None)
+            del session, run
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert process.poll() is None
+        session.__exit__(None, None, None)
+        assert process.poll() is not None
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("inf"), "60", timedelta(0), True])

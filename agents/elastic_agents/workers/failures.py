@@ -41,6 +41,11 @@ _LOST_PROCESS = re.compile(
 )
 """Exceptions of torch's loader, ``concurrent.futures`` and ``subprocess`` in a worker after a child was killed."""
 
+_TRACEBACK, _GROUP = "Traceback (most recent call last)", "  + Exception Group Traceback (most recent call last)"
+
+_IN_GROUP = re.compile(r"  \| (?=\S)")
+"""What is before the exception's own line in the traceback of an ``ExceptionGroup``."""
+
 
 EXPLAINS = 2.0
 """Seconds for which kills that were counted together may explain ends; later, they have ended other processes."""
@@ -228,8 +233,12 @@ def raised_in(stderr: Sequence[str], *, stopped: bool) -> int | None:
     """
     lines = [_RANK.sub("", line) for line in stderr]
     marked = [index for index, line in enumerate(stderr) if not stopped or _RANK.match(line)]
-    if not any(lines[index].startswith(("Traceback (most recent call last)", '  File "')) for index in marked):
+    begins = [index for index in marked if lines[index].startswith((_TRACEBACK, _GROUP, '  File "'))]
+    if not begins:
         return None
+    group = next((index for index in reversed(begins) if lines[index].startswith(_GROUP)), None)
+    if group is not None and not any(lines[index].startswith(_TRACEBACK) for index in begins if index > group):
+        return next((index for index in marked if index > group and _IN_GROUP.match(lines[index])), None)
     return next((index for index in reversed(marked) if lines[index] and not lines[index].startswith((" ", "["))), None)
 
 
@@ -261,7 +270,7 @@ def _last_words(
     if index is None:
         return "", tuple(stderr), ()
     notes = tuple(_RANK.sub("", line) for line in stderr[index + 1 :])
-    text = _RANK.sub("", stderr[index])
+    text = _IN_GROUP.sub("", _RANK.sub("", stderr[index]))
     return "\n".join([text, *notes]) if text.endswith((":", ": ")) else text, tuple(stderr), notes
 
 

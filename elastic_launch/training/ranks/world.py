@@ -168,6 +168,11 @@ def join(world: World, timeout: float = GROUP_TIMEOUT, *, abortable: bool = Fals
                 'Leave joining to el.session(), or make the group with "cpu:gloo,cuda:nccl".',
             )
     elif not world.alone:
+        if _left and _left == _store_of_agent():
+            raise UsageError(
+                "This process has left the run already, with its first session, and cannot join it again.",
+                "Put all trainings into one session, each with its own checkpoint directory.",
+            )
         if abortable and device.type == "cuda":
             if can_abort():
                 os.environ.update(_ABORTABLE)
@@ -190,6 +195,8 @@ def can_abort() -> bool:
     detail = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
     return os.environ.get(ASYNC_ERROR_HANDLING, "1") in ("0", "1") and not watches and not detail
 
+
+_left = ""  # the store of the process group that this process has left
 
 _before: dict[str, str | None] = {}
 
@@ -218,8 +225,16 @@ def variables_restored() -> Iterator[None]:
 
 def leave() -> None:
     """Leave the process group. If that is left to the interpreter's exit, the process occasionally aborts."""
+    global _left
     if dist.is_initialized():
         dist.destroy_process_group()
+        _left = _store_of_agent()
+
+
+def _store_of_agent() -> str:
+    """The address of the store in which a round's processes find each other, if that outlives their groups."""
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}" if agents else ""
 
 
 def environment() -> World:
