@@ -6,6 +6,7 @@
 ``loop``         ``run.steps``; ``loop_options`` its arguments
 ``steps``        the step as a script sees it; ``transaction`` is what it does, ``passes`` a pass of it
 ``positions``    where a loop's state can be handed on, and what the script changes between
+``held``         what a script's code keeps outside of the attributes of modules
 ``purity``       whether micro-batches depend on those before them
 ``verification`` which steps are verified, by which ranks, and which one has computed wrong; ``verifying`` exchanges it
 ``flips``        flips bits, as a plan of faults says

@@ -1,9 +1,9 @@
 """Exact mode: finds micro-batches whose result depends on those before them, which are others with other ranks.
 
 Some steps are checked, the same on all ranks. Extra states (``get_extra_state``) must not change within a step. If
-attributes of modules have changed, the first micro-batch's calls of the model are repeated: their outputs must have
-the same bits. Where the script can be given a micro-batch twice, the whole of it is computed again instead, with its
-loss and gradients. Nothing of a repetition remains.
+attributes of modules have changed, or what their code keeps elsewhere, the first micro-batch's calls of modules are
+repeated: outputs and gradients must have the same bits. Where the script can be given a micro-batch twice, the whole
+of it is computed again instead, with its loss and gradients. Nothing of a repetition remains.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 import random
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,8 +26,9 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from elastic_launch import snapshot
 from elastic_launch.errors import UsageError
+from elastic_launch.training import held
 from elastic_launch.training.gradients.accumulation import Bits, ExactGradients
-from elastic_launch.training.live.rehearsal import randomness_kept, unchanged
+from elastic_launch.training.live.rehearsal import is_array, randomness_kept, unchanged
 from elastic_launch.training.randomness import derive
 from elastic_launch.training.ranks.checksum import checksums
 from elastic_launch.training.ranks.collectives import exchanges, refuse
@@ -47,6 +48,9 @@ _LARGE = 2**20
 
 _LONG = 1000
 """Items from which a list or dict that is an attribute is known by its length alone."""
+
+_STATE = 3
+"""How much deeper than other values a generator's state is nested."""
 
 _OF_TORCH = {*vars(nn.Module()), "_compiled_call_impl"}
 """Attributes that every module has."""
@@ -75,7 +79,10 @@ class StepWatch:
         self._extra = _extra_states(self._model)
         self._repeats, self._replays = repeats and not sharded, not repeats and not sharded
         self._attributes = _attributes(self._model) if self._replays else {}
-        self._calls = _Calls(self._model) if self._replays and not _is_compiled(self._model) else None
+        self._held = self._held_now()
+        self._drawing, beside = held.of_loop() if self._replays else ([], [])
+        self._drawn = self._drawn_now()
+        self._calls = _Calls(self._model, beside) if self._replays and not _is_compiled(self._model) else None
         self._sample: Any = None
         self.bits = Bits()  # of the first micro-batch
 
@@ -109,6 +116,14 @@ class StepWatch:
         """Whether no parameter has changed: such a change is refused by its name elsewhere."""
         return self._places == self._places_now()
 
+    def _held_now(self) -> dict[str, Any]:
+        """Return what tells whether something has changed that the model's code keeps elsewhere."""
+        places = held.of_modules(self._model.named_modules()) if self._replays else []
+        return {place.name: _mark_of(place) for place in places}
+
+    def _drawn_now(self) -> list[Any]:
+        return [(_mark_of(place), place.seed()) for place in self._drawing]
+
     def _places_now(self) -> list[tuple[str, int, int]]:
         parameters, ruled = self._gradients.parameters, self._gradients.ruled
         named = parameters.all.items()
@@ -128,22 +143,33 @@ class StepWatch:
                     f"{self._where}: the micro-batches changed the extra state (get_extra_state) of {_named(path)}",
                     "it is saved, and",
                 )
+        self._check_drawn()
         after = _attributes(self._model) if self._replays else {}
-        changed = [key for key, mark in after.items() if self._attributes.get(key, mark) != mark]
-        if not changed or not self._untouched:
+        changed = [
+            f"{x} of {_named(path)}" for (path, x), m in after.items() if self._attributes.get((path, x), m) != m
+        ]
+        changed += [name for name, mark in self._held_now().items() if self._held.get(name, mark) != mark]
+        beside = [] if self._calls is None else self._calls.changed_beside()
+        if not (changed or beside) or not self._untouched:
             return
-        names = ", ".join(f"{name} of {_named(path)}" for path, name in changed[:5])
-        same = None if self._calls is None else self._calls.same_again()
+        names = ", ".join([*beside, *changed][:5])
+        found = None if self._calls is None else self._calls.other_again(self._gradients.restore_buffers)
         self._gradients.restore_buffers()
-        if same is None:
+        if found is None:
             self._warn(names)
-        elif not same:
-            found = self._calls.culprit() if self._calls is not None else ""
-            raise _refusal(
-                f"{self._where}: {found or 'the model'} gave another output when it was called once more with the "
-                f"first micro-batch, and the micro-batches changed {names}",
-                "its output",
-            )
+        elif found:
+            raise _refusal(f"{self._where}: {found}, and the micro-batches changed {names}", "the result")
+
+    def _check_drawn(self) -> None:
+        """Refuse a generator of the loop's code that has been drawn from, and not seeded."""
+        for place, (state, seed), (now, seed_now) in zip(self._drawing, self._drawn, self._drawn_now(), strict=True):
+            if now != state and (seed is None or seed == seed_now):
+                raise UsageError(
+                    f"exact=True: {self._where}: the micro-batches have drawn from the generator {place.name}, which "
+                    "is not seeded for each. So what they draw depends on the number of ranks.",
+                    "Draw from the global generators, which are seeded for each micro-batch, or make one where you "
+                    "draw: torch.Generator().manual_seed(torch.initial_seed()).",
+                )
 
     def _warn(self, names: str) -> None:
         global _warned
@@ -248,6 +274,10 @@ def _attributes(model: nn.Module) -> dict[tuple[str, str], Any]:
     }
 
 
+def _mark_of(place: held.HoldingPlace) -> Any:
+    return _mark(place.get(), 0 if place.generator is None else -_STATE)
+
+
 def _mark(value: Any, depth: int = 0) -> Any:
     if isinstance(value, bool | int | float | complex | str | bytes | None):
         return type(value), repr(value)
@@ -255,6 +285,8 @@ def _mark(value: Any, depth: int = 0) -> Any:
         if value.numel() < _LARGE and (sums := _sums(value)) is not None:
             return value.shape, sums
         return id(value), 0 if value.is_inference() else value._version
+    if is_array(value):
+        return (value.shape, str(value.dtype), hash(value.tobytes())) if value.size < _LARGE else id(value)
     if isinstance(value, list | tuple | deque | Mapping | set) and depth < 3:
         if len(value) > _LONG:
             return len(value)
@@ -288,7 +320,7 @@ class _Call:
     args: Any
     kwargs: Any
     versions: list[int]
-    places: list[int]  # of its parameters and buffers
+    places: list[int]  # of its parameters, then of its buffers if they are put back
     state: dict[str, Any]  # of random generators, and of what torch does with all operations
     returned: list[Any] = field(default_factory=list)
 
@@ -305,21 +337,34 @@ class _Call:
                 stack.enter_context(torch.autocast(kind, dtype))
             return self.module(*self.args, **self.kwargs)
 
+    def slopes(self) -> list[int] | None:
+        """Return checksums of the gradients of one more call's output; None if there are none."""
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        try:
+            outputs = [x for x in tensors_in(self.again()) if x.requires_grad]
+            if not outputs or not parameters:
+                return None
+            found = torch.autograd.grad(outputs, parameters, [*map(torch.ones_like, outputs)], allow_unused=True)
+        except RuntimeError:  # such as of a checkpoint with use_reentrant=True
+            return None
+        return _sums([x for x in found if x is not None])
+
 
 class _Calls:
-    """The first call of each of a model's modules that the script calls itself, in one micro-batch."""
+    """The first call of each module that the script calls itself, in one micro-batch: of the model's, and of others."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, beside: list[nn.Module]) -> None:
         self._model = model
+        self._own = set(model.modules())
+        self._others = {x for each in beside if not _is_compiled(each) for x in each.modules()} - self._own
         self._first: dict[int, _Call] = {}
         self._depth = 0
-        # What the script does in hooks may not be done twice.
-        self._hooked = any(map(_has_hooks, model.modules()))
+        self._beside: dict[int, dict[tuple[str, str], Any]] = {}  # what modules that are not of the model had before
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
         with ExitStack() as hooks:
-            for module in self._model.modules() if not self._hooked else ():
+            for module in (*self._own, *self._others):
                 hooks.enter_context(module.register_forward_pre_hook(self._called, with_kwargs=True, prepend=True))
                 hooks.enter_context(module.register_forward_hook(self._returned, with_kwargs=True, always_call=True))
             yield
@@ -332,9 +377,12 @@ class _Calls:
         if self._depth == 1 and id(module) not in self._first:
             given = [*tensors_in((args, kwargs))]
             if not any(map(is_functorch_wrapped_tensor, given)):
-                self._first[id(module)] = _Call(
-                    module, args, kwargs, _versions(given), _places(module), _surroundings()
-                )
+                places = _places(module)
+                if module in self._others:
+                    self._beside[id(module)] = _all_of(module)
+                    # Its buffers stay replaced, if the forward pass does that.
+                    places = places[: len([*module.parameters()])]
+                self._first[id(module)] = _Call(module, args, kwargs, _versions(given), places, _surroundings())
 
     def _returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
@@ -343,30 +391,63 @@ class _Calls:
         call = self._first.get(id(module))
         if self._depth == 0 and call is not None and not call.returned:
             call.returned.append(_sums(output))
+            trains = any(each.requires_grad for each in tensors_in(output)) or [*module.parameters()]
+            if module in self._others and not trains:
+                del self._first[id(module)]  # a metric, for example
 
-    def same_again(self) -> bool | None:
-        """Whether repeated calls return the same; None if none can be repeated."""
-        with unchanged(self._model), randomness_kept():
-            found = [call.returned == [_sums(call.again())] for call in filter(_is_repeatable, self._first.values())]
-        return all(found) if found else None
+    def changed_beside(self) -> list[str]:
+        """Return the names of what the micro-batches have changed in modules that are not of the model."""
+        return [
+            f"{f'{path}.{name}' if path else name} of the {type(call.module).__name__} that is no part of the model"
+            for call in self._first.values()
+            for (path, name), mark in _all_of(call.module).items()
+            if self._beside.get(id(call.module), {}).get((path, name), mark) != mark
+        ]
 
-    def culprit(self) -> str:
-        """Name the module whose output changes from call to call."""
-        calls, one, two = [*self._first.values()], Outputs(self._model), Outputs(self._model)
-        with randomness_kept():
-            for each in (one, two):
-                with each.recorded():
-                    for call in filter(_is_repeatable, calls):
-                        call.again()
+    def other_again(self, restart: Callable[[], None]) -> str | None:
+        """Say what comes out differently when calls are repeated; None if none can be repeated, "" if nothing does.
+
+        Args:
+            restart: sets the model's buffers to those that each micro-batch begins with.
+        """
+        calls = [*filter(_is_repeatable, self._first.values())]
+        if not calls:
+            return None
+        modules = dict.fromkeys([self._model, *(call.module for call in calls)])
+        places = held.of_modules((str(number), x) for number, each in enumerate(modules) for x in each.modules())
+        with unchanged(*modules), held.kept(places), randomness_kept():
+            for call in calls:
+                if call.returned != [_sums(call.again())]:
+                    name = self._culprit(calls, restart) or self._called_as(call.module)
+                    return f"{name} gave another output when it was called once more with the first micro-batch"
+            slopes = []
+            for _ in range(2):
+                restart()
+                slopes.append([call.slopes() for call in calls])
+            for call, one, two in zip(calls, *slopes, strict=True):
+                if one != two:
+                    name = self._called_as(call.module)
+                    return f"{name} gave other gradients when it was called twice more with the first micro-batch"
+        return ""
+
+    def _called_as(self, module: nn.Module) -> str:
+        return "the model" if module in self._own else f"the {type(module).__name__} that is no part of the model"
+
+    def _culprit(self, calls: list[_Call], restart: Callable[[], None]) -> str:
+        """Name the module of the model whose output changes from call to call."""
+        one, two = Outputs(self._model), Outputs(self._model)
+        for each in (one, two):
+            restart()
+            with each.recorded():
+                for call in calls:
+                    call.again()
         return one.culprit(two)
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks of the script, and not of torch or of this library."""
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    functions = (hook.func if isinstance(hook, partial) else hook for hook in hooks)
-    homes = (str(getattr(each, "__module__", None) or type(each).__module__) for each in functions)
-    return not all(home.startswith(("torch.", "elastic_launch.")) for home in homes)
+def _all_of(module: nn.Module) -> dict[tuple[str, str], Any]:
+    """Return what tells whether attributes, parameters and buffers of a module have changed, by path and name."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return _attributes(module) | {("", name): _mark(tensor) for name, tensor in tensors}
 
 
 def _versions(tensors: list[Tensor]) -> list[int]:
@@ -381,7 +462,7 @@ def _is_repeatable(call: _Call) -> bool:
     """Whether a call's arguments are as they were, and its module has its own parameters, not those of a function."""
     given = [*tensors_in((call.args, call.kwargs))]
     has_sums = bool(call.returned) and call.returned[0] is not None
-    return has_sums and call.versions == _versions(given) and call.places == _places(call.module)
+    return has_sums and call.versions == _versions(given) and call.places == _places(call.module)[: len(call.places)]
 
 
 def _surroundings() -> dict[str, Any]:

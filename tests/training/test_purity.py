@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -141,13 +142,194 @@ def test_an_attribute_that_changes_no_output_is_accepted(run: Run, caplog: Any, 
 
 def test_a_call_that_cannot_be_repeated_causes_one_warning(run: Run, caplog: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(purity, "_warned", False)
-    model, seen = _model(Gate("counter")), []
-    model.register_forward_hook(lambda module, args, output: seen.append(output))
-    _train(run, model)
-    assert len(seen) == 8
+
+    def mapped(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(vmap(model, randomness="different")(x), y)
+
+    _train(run, _model(Gate("counter")), mapped)
     (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert "changed calls of the module '2'" in line
     assert "verify=True" in line
+
+
+COUNT = 0
+"""Calls of a Hidden that counts in a global variable."""
+
+NOISE = torch.Generator()
+
+
+class Totals:
+    __slots__ = ("mean",)
+
+    def __init__(self) -> None:
+        self.mean = 1.0
+
+
+class Scaled(torch.autograd.Function):
+    norm = 1.0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        Scaled.norm = 0.5 * Scaled.norm + 0.5 * float(gradient.norm())
+        return gradient / Scaled.norm
+
+
+class Hidden(nn.Module):
+    """Keeps something elsewhere than in an attribute, and uses it or not."""
+
+    calls = 0
+
+    def __init__(self, keeps: str, uses: bool = True) -> None:
+        super().__init__()
+        self.keeps, self.uses, self.totals, self.history = keeps, uses, Totals(), np.ones(1, dtype=np.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        global COUNT
+        factor: Any = 1.0
+        if self.keeps == "global":
+            COUNT += 1
+            factor = 1 + COUNT
+        elif self.keeps == "class":
+            Hidden.calls += 1
+            factor = 1 + Hidden.calls
+        elif self.keeps == "object":
+            self.totals.mean *= 0.9
+            factor = self.totals.mean
+        elif self.keeps == "array":
+            self.history *= 0.9
+            factor = torch.from_numpy(self.history)
+        elif self.keeps == "generator":
+            factor = 1 + torch.rand(1, generator=NOISE)
+        elif self.keeps == "function":
+            return Scaled.apply(x) if self.uses else x
+        return x * factor if self.uses else x
+
+
+NAMES = {
+    "global": "COUNT",
+    "class": r"Hidden\.calls",
+    "object": r"2\.totals\.mean",
+    "array": "history",
+    "generator": "NOISE",
+    "function": r"Scaled\.norm",
+}
+
+
+@pytest.mark.parametrize("keeps", NAMES)
+def test_what_the_model_s_code_keeps_elsewhere_is_refused_by_name(run: Run, keeps: str) -> None:
+    with pytest.raises(UsageError, match=rf"exact=True: step 1: (.|\n)*changed {NAMES[keeps]}"):
+        _train(run, _model(Hidden(keeps)))
+
+
+@pytest.mark.parametrize("keeps", ["global", "class", "object", "array"])
+def test_what_alters_no_output_is_accepted_and_stays(run: Run, caplog: Any, keeps: str) -> None:
+    calls, count, model = Hidden.calls, COUNT, _model(Hidden(keeps, uses=False))
+    assert _train(run, model) == _train(Run(Engine(World(), torch.device("cpu"))), _model(Hidden("nothing")))
+    assert Hidden.calls - calls == (8 if keeps == "class" else 0)
+    assert count + (8 if keeps == "global" else 0) == COUNT
+    assert model[2].totals.mean == pytest.approx(0.9**8 if keeps == "object" else 1.0)
+    assert model[2].history == pytest.approx(0.9**8 if keeps == "array" else 1.0)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward", "parameter"])
+def test_a_hook_that_keeps_something_is_refused(run: Run, kind: str) -> None:
+    model, kept = _model(), {"norm": 1.0}
+
+    def scaled(*values: Any) -> Any:
+        kept["norm"] *= 0.9
+        last = values[-1] if kind != "backward" else values[1]
+        return last / kept["norm"] if isinstance(last, Tensor) else tuple(each / kept["norm"] for each in last)
+
+    if kind == "parameter":
+        model[0].weight.register_hook(scaled)
+    else:
+        (model[2].register_forward_hook if kind == "forward" else model[2].register_full_backward_hook)(scaled)
+    with pytest.raises(UsageError, match=r"gave (another output|other gradients) (.|\n)*changed kept of scaled\(\)"):
+        _train(run, model)
+
+
+def test_a_hook_that_only_notes_something_is_accepted(run: Run, caplog: Any) -> None:
+    model, seen = _model(nn.utils.spectral_norm(nn.Linear(8, 8))), []
+    model.register_forward_hook(lambda module, args, output: seen.append(output))
+    _train(run, model)
+    assert len(seen) == 8
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+class Criterion(nn.Module):
+    def __init__(self, keeps: str) -> None:
+        super().__init__()
+        self.keeps, self.mean = keeps, 1.0
+        self.register_buffer("centre", torch.zeros(2))
+
+    def forward(self, output: Tensor, *, target: Tensor) -> Tensor:
+        if self.keeps == "buffer":
+            self.centre = 0.5 * self.centre + 0.5 * output.detach().mean(0)
+        loss = F.cross_entropy(output - self.centre, target)
+        if self.keeps != "buffer":
+            self.mean = 0.5 * self.mean + 0.5 * float(loss.detach())
+        return loss / self.mean if self.keeps == "number" else loss
+
+
+@pytest.mark.parametrize(("keeps", "name"), [("buffer", "centre"), ("number", "mean"), ("for a log", "")])
+def test_a_module_that_is_no_part_of_the_model(run: Run, keeps: str, name: str) -> None:
+    criterion = Criterion(keeps)
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return criterion(model(x), target=y)
+
+    if not name:
+        _train(run, _model(), loss)
+        return
+    with pytest.raises(UsageError, match=rf"the Criterion that is no part of the model gave (.|\n)*changed {name} of"):
+        _train(run, _model(), loss)
+
+
+def test_a_teacher_that_micro_batches_change_is_refused_and_a_metric_is_not(run: Run) -> None:
+    class Metric(nn.Module):
+        total = 0.0
+
+        def forward(self, output: Tensor) -> Tensor:
+            self.total += float(output.detach().sum())
+            return torch.tensor(self.total)
+
+    teacher, metric = _model().requires_grad_(False).eval(), Metric()
+
+    def measured(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        output = model(x)
+        metric(output)
+        return F.mse_loss(output, teacher(x))
+
+    def moved(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        loss = measured(model, x, y)
+        with torch.no_grad():
+            teacher[0].weight.lerp_(model[0].weight + 1, 0.1)
+        return loss
+
+    _train(run, _model(), measured)
+    with pytest.raises(UsageError, match=r"the micro-batches changed 0\.weight of the Sequential that is no part"):
+        _train(Run(Engine(World(), torch.device("cpu"))), _model(), moved)
+
+
+def test_generators_of_the_loop(run: Run) -> None:
+    def train(draw: Callable[[], float]) -> None:
+        run, model = Run(Engine(World(), torch.device("cpu"))), _model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in run.steps(_loader(), model, optimizer, until="2ba", exact=True):
+            for x, y in step:
+                step.backward(_plain(model, x * draw(), y))
+            step.update()
+
+    numpys, pythons, torchs = np.random.default_rng(0), random.Random(0), torch.Generator()
+    for draw in (numpys.random, pythons.random, lambda: float(torch.rand(1, generator=torchs))):
+        with pytest.raises(UsageError, match="step 1: the micro-batches have drawn from the generator"):
+            train(draw)
+    train(lambda: float(torch.rand(1, generator=torchs.manual_seed(torch.initial_seed()))))
 
 
 def test_without_exact_nothing_is_checked(run: Run) -> None:

@@ -41,7 +41,7 @@ def own_generators(value: object, name: str) -> list[str]:
             continue
         seen.add(id(item))
         kept.append(item)
-        if kind := _kind(item):
+        if kind := kind_of_generator(item):
             found.setdefault(id(item), f"{path} ({kind})")
         elif depth < DEPTH:
             queue.extend((path + part, inner, depth + 1) for part, inner in _parts(item))
@@ -54,11 +54,11 @@ def generators_of_modules(model: nn.Module) -> list[str]:
         f"{path}.{name} ({kind})" if path else f"{name} ({kind})"
         for path, module in model.named_modules()
         for name, value in vars(module).items()
-        if (kind := _kind(value))
+        if (kind := kind_of_generator(value))
     ]
 
 
-def _kind(value: object) -> str:
+def kind_of_generator(value: object) -> str:
     """Return the type's name if a value is a generator that the library does not seed, else ``""``."""
     if isinstance(value, torch.Generator):
         shared = any(value is generator for generator in (torch.default_generator, *torch.cuda.default_generators))
@@ -91,25 +91,25 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, FunctionType):
         yield from _of_function(value)
     else:
-        yield from ((f".{name}", item) for name, item in _attributes(value).items())
+        yield from ((f".{name}", item) for name, item in attributes(value).items())
         for method in DRAWING:
             function = getattr(type(value), method, None)
             if isinstance(function, FunctionType):
                 yield f".{method}", function
 
 
-def _attributes(value: Any) -> dict[str, Any]:
+def attributes(value: Any) -> dict[str, Any]:
     """Return an object's attributes, including those in slots and the parts of a partial function."""
-    attributes = dict(getattr(value, "__dict__", {}))
+    found = dict(getattr(value, "__dict__", {}))
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
         for slot in (slots,) if isinstance(slots, str) else slots:
             if hasattr(value, slot):
-                attributes[slot] = getattr(value, slot)
+                found[slot] = getattr(value, slot)
     for part in ("func", "args", "keywords"):
         if hasattr(type(value), part) and callable(value):
-            attributes[part] = getattr(value, part)
-    return attributes
+            found[part] = getattr(value, part)
+    return found
 
 
 def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
@@ -120,18 +120,18 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
             continue
     yield ": defaults", function.__defaults__
     yield ": defaults", function.__kwdefaults__
-    for name in _names(function.__code__):
+    for name in names_in(function.__code__):
         item = function.__globals__.get(name)
         beside = isinstance(item, FunctionType) and item.__module__ == function.__module__
-        bound = isinstance(item, MethodType | BuiltinMethodType) and _kind(item.__self__)
-        if _kind(item) or bound or beside:
+        bound = isinstance(item, MethodType | BuiltinMethodType) and kind_of_generator(item.__self__)
+        if kind_of_generator(item) or bound or beside:
             yield f": {name}", item
 
 
-def _names(code: CodeType) -> set[str]:
+def names_in(code: CodeType) -> set[str]:
     """Return the global names and attributes that code uses, including in functions within it."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            names |= _names(constant)
+            names |= names_in(constant)
     return names

@@ -23,21 +23,26 @@ _CONTAINERS = (dict, OrderedDict, list, set, deque)
 def unchanged(*objects: object) -> Iterator[None]:
     """On exit, restore what a forward and backward pass of modules may change.
 
-    That is: the attributes of all their modules, among them modes, buffers and hooks; the contents of tensors and of
-    Python's containers in them; and the gradients of parameters. Values of parameters are not restored.
+    That is: the attributes of all their modules, among them modes, buffers and hooks; the contents of tensors, of
+    NumPy's arrays and of Python's containers in them; and the gradients of parameters. Values of parameters are not
+    restored.
 
     Args:
-        objects: modules, and further parameters; others are ignored.
+        objects: modules, and further tensors, arrays and containers; others are ignored.
     """
     modules = dict.fromkeys(module for each in objects if isinstance(each, nn.Module) for module in each.modules())
     attributes = [(vars(module), dict(vars(module))) for module in modules]
     contents: dict[int, tuple[Any, Any]] = {}
     tensors = {id(each): each for each in objects if isinstance(each, Tensor)}
-    found = [value for _, before in attributes for value in before.values()]
+    arrays: dict[int, tuple[Any, Any]] = {}
+    found: list[Any] = [each for each in objects if type(each) in _CONTAINERS or is_array(each)]
+    found += [value for _, before in attributes for value in before.values()]
     while found:
         value = found.pop()
         if isinstance(value, Tensor):
             tensors[id(value)] = value
+        elif is_array(value):
+            arrays[id(value)] = value, value.copy()
         elif type(value) in _CONTAINERS and id(value) not in contents:
             contents[id(value)] = value, copy.copy(value)
             found += value.values() if isinstance(value, dict) else value
@@ -51,6 +56,9 @@ def unchanged(*objects: object) -> Iterator[None]:
             if _parts(now) != _parts(before):
                 now.clear()
                 now.extend(before) if isinstance(now, list | deque) else now.update(before)
+        for array, elements in arrays.values():
+            if array.flags.writeable:
+                array[...] = elements
         for tensor, gradient, required in gradients:
             if not tensor.is_leaf:  # something that requires a gradient was added to a buffer
                 tensor.detach_()
@@ -67,6 +75,12 @@ def _parts(container: Any) -> list[tuple[int, int]]:
     if isinstance(container, dict):
         return [(id(key), id(value)) for key, value in container.items()]
     return [(0, id(value)) for value in container]
+
+
+def is_array(value: object) -> bool:
+    """Whether it is an array of NumPy."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
 
 
 def _is_plain(tensor: Tensor) -> bool:
