@@ -146,7 +146,8 @@ class _Search:
                         self.kind(kind, names_in(inner.__code__), depth)
                 elif not key.startswith("__"):
                     name = f"{kind.__name__}.{key}"
-                    self._keep(base, key, name, partial(getattr, base, key), partial(setattr, base, key))
+                    # As the class has it: what getattr() returns of a descriptor must not take its place.
+                    self._keep(base, key, name, partial(vars(base).get, key), partial(setattr, base, key))
                     self.add(name, value, depth)
 
     def _keep(self, owner: object, key: str, name: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:

@@ -178,10 +178,19 @@ class Scaled(torch.autograd.Function):
         return gradient / Scaled.norm
 
 
+class Told:
+    """An attribute of a class that is made each time that it is read."""
+
+    def __get__(self, instance: object, owner: type) -> list[str]:
+        return [owner.__name__]
+
+
 class Hidden(nn.Module):
     """Keeps something elsewhere than in an attribute, and uses it or not."""
 
     calls = 0
+
+    told = Told()
 
     def __init__(self, keeps: str, uses: bool = True) -> None:
         super().__init__()
@@ -233,6 +242,7 @@ def test_what_alters_no_output_is_accepted_and_stays(run: Run, caplog: Any, keep
     assert count + (8 if keeps == "global" else 0) == COUNT
     assert model[2].totals.mean == pytest.approx(0.9**8 if keeps == "object" else 1.0)
     assert model[2].history == pytest.approx(0.9**8 if keeps == "array" else 1.0)
+    assert isinstance(vars(Hidden)["told"], Told)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
