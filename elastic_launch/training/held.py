@@ -7,6 +7,7 @@ is further away, or in libraries such as torch, is not found.
 
 from __future__ import annotations
 
+import inspect
 import random
 import sys
 from collections import deque
@@ -89,11 +90,19 @@ def of_loop() -> tuple[list[HoldingPlace], list[nn.Module]]:
         frame = frame.f_back
     if frame is None:
         return [], []
-    search, code = _Search(), frame.f_code
+    search, code, variables = _Search(), frame.f_code, _variables(frame)
     for name in (*code.co_varnames, *code.co_cellvars, *code.co_freevars, *sorted(names_in(code))):
-        found = frame.f_locals.get(name, frame.f_globals.get(name))
-        search.add(name, found, 0)
+        search.add(name, variables.get(name, frame.f_globals.get(name)), 0)
     return [place for place in search.done() if place.generator is not None], [*search.modules]
+
+
+def _variables(frame: FrameType) -> dict[str, Any]:
+    """Return the local variables of a frame."""
+    found = frame.f_locals
+    copied = dict(found)
+    if frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13):
+        found.clear()  # the frame of a function would keep it, with what the variables have now, until it returns
+    return copied
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -340,6 +341,19 @@ def test_generators_of_the_loop(run: Run) -> None:
         with pytest.raises(UsageError, match="step 1: the micro-batches have drawn from the generator"):
             train(draw)
     train(lambda: float(torch.rand(1, generator=torchs.manual_seed(torch.initial_seed()))))
+
+
+def test_what_the_loop_had_in_its_variables_is_freed(run: Run) -> None:
+    model, seen = _model(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in run.steps(_loader(), model, optimizer, until="3ba", exact=True):
+        for x, y in step:
+            output = model(x)
+            seen.append(weakref.ref(output))
+            step.backward(F.cross_entropy(output, y))
+        step.update()
+    gc.collect()
+    assert [ref() is not None for ref in seen] == [*[False] * (len(seen) - 1), True]
 
 
 def test_without_exact_nothing_is_checked(run: Run) -> None:
