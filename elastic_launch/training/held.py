@@ -50,13 +50,13 @@ class HoldingPlace:
 
     Attributes:
         name: for messages.
-        get, set: read and replace it; of a random generator, its state.
+        read, write: return and replace it; of a random generator, its state.
         generator: what the library does not seed, if it is the state of a random generator.
     """
 
     name: str
-    get: Callable[[], Any]
-    set: Callable[[Any], None]
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
     generator: Any = None
 
     def seed(self) -> int | None:
@@ -108,15 +108,15 @@ def _variables(frame: FrameType) -> dict[str, Any]:
 @contextmanager
 def kept(places: list[HoldingPlace]) -> Iterator[None]:
     """On exit, restore what is in these places, and in collections and tensors there."""
-    before = [(place, place.get()) for place in places]
+    before = [(place, place.read()) for place in places]
     small = [value for _, value in before if not _is_large(value)]
     try:
         with unchanged(*small):
             yield
     finally:
         for place, value in before:
-            if place.generator is not None or place.get() is not value:
-                place.set(value)
+            if place.generator is not None or place.read() is not value:
+                place.write(value)
 
 
 class _Search:
@@ -159,9 +159,9 @@ class _Search:
                     self._keep(base, key, name, partial(vars(base).get, key), partial(setattr, base, key))
                     self.add(name, value, depth)
 
-    def _keep(self, owner: object, key: str, name: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
+    def _keep(self, owner: object, key: str, name: str, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
         self._seen.setdefault(id(owner), owner)
-        self._found.setdefault((id(owner), key), HoldingPlace(name, get, put))
+        self._found.setdefault((id(owner), key), HoldingPlace(name, read, write))
 
     def _visit(self, name: str, value: Any, depth: int) -> None:
         if kind_of_generator(value):

@@ -275,7 +275,7 @@ def _attributes(model: nn.Module) -> dict[tuple[str, str], Any]:
 
 
 def _mark_of(place: held.HoldingPlace) -> Any:
-    return _mark(place.get(), 0 if place.generator is None else -_STATE)
+    return _mark(place.read(), 0 if place.generator is None else -_STATE)
 
 
 def _mark(value: Any, depth: int = 0) -> Any:
