@@ -281,7 +281,7 @@ class Misfit(Fact):
     Attributes:
         what: it speaks another ``version`` of the protocol; belongs to another ``run``, or an ``earlier`` one with this
             id; came with another ``command``; seems to be an ``intruder``, given this endpoint by mistake; has ``no
-            token``, or a ``token`` that the run has not; or was given ``alone`` one of several endpoints.
+            token``, or a ``token`` although the run has none; or was given one of several endpoints ``alone``.
         run_id: of its run if that is another; else of this one.
         theirs, ours: versions, or commands; or ours are all endpoints.
         differs: how an intruder's arguments differ, where no run has an id; None if this run has one node, which

@@ -398,7 +398,7 @@ class _Calls:
     def changed_beside(self) -> list[str]:
         """Return the names of what the micro-batches have changed in modules that are not of the model."""
         return [
-            f"{f'{path}.{name}' if path else name} of the {type(call.module).__name__} that is no part of the model"
+            f"{f'{path}.{name}' if path else name} of the {type(call.module).__name__} outside the model"
             for call in self._first.values()
             for (path, name), mark in _all_of(call.module).items()
             if self._beside.get(id(call.module), {}).get((path, name), mark) != mark
@@ -431,7 +431,7 @@ class _Calls:
         return ""
 
     def _called_as(self, module: nn.Module) -> str:
-        return "the model" if module in self._own else f"the {type(module).__name__} that is no part of the model"
+        return "the model" if module in self._own else f"the {type(module).__name__} outside the model"
 
     def _culprit(self, calls: list[_Call], restart: Callable[[], None]) -> str:
         """Name the module of the model whose output changes from call to call."""

@@ -297,7 +297,7 @@ def test_a_module_that_is_no_part_of_the_model(run: Run, keeps: str, name: str) 
     if not name:
         _train(run, _model(), loss)
         return
-    with pytest.raises(UsageError, match=rf"the Criterion that is no part of the model gave (.|\n)*changed {name} of"):
+    with pytest.raises(UsageError, match=rf"the Criterion outside the model gave (.|\n)*changed {name} of"):
         _train(run, _model(), loss)
 
 
@@ -323,7 +323,7 @@ def test_a_teacher_that_micro_batches_change_is_refused_and_a_metric_is_not(run:
         return loss
 
     _train(run, _model(), measured)
-    with pytest.raises(UsageError, match=r"the micro-batches changed 0\.weight of the Sequential that is no part"):
+    with pytest.raises(UsageError, match=r"the micro-batches changed 0\.weight of the Sequential outside the model"):
         _train(Run(Engine(World(), torch.device("cpu"))), _model(), moved)
 
 
