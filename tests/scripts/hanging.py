@@ -77,7 +77,9 @@ class Plan:
             return ""
         self._file.rename(self._file.with_suffix(".taken"))
         if again:
-            self._file.write_text(f"{kind} {hung} 0")
+            new = self._file.with_suffix(".new")  # other ranks read it at any time
+            new.write_text(f"{kind} {hung} 0")
+            new.rename(self._file)
         return kind
 
 
