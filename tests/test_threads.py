@@ -27,6 +27,7 @@ BARE = {
     "elastic_launch/training/live/sockets.py": ["threading.Thread"],  # as for link; lives while a group is being formed
     "elastic_launch/training/live/timeout_watch.py": ["threading.Thread"],  # without it, a timeout ends no collective
     "elastic_launch/training/live/turns.py": ["threading.Thread"],  # without it, groups take their time to end
+    "elastic_launch/training/live/waits.py": ["threading.Thread"],  # its caller raises what its call raises
 }
 """Threads whose death is not reported as a VitalThread's is: by module, with the reason."""
 
@@ -49,12 +50,12 @@ ENDLESS = {
     "elastic_launch/training/gradients/buckets.py": [
         *("first.work.wait()", "self.work.wait()", *["bucket.wait()"] * 3)
     ],
-    "elastic_launch/training/gradients/means.py": ["self._work.wait()", "self.wait()"],
+    "elastic_launch/training/gradients/means.py": ["self.wait()"],
     "elastic_launch/training/gradients/shards.py": [
         *("work.wait()", "buckets[turn - 2].wait()", "work.wait()", "bucket.wait()")
     ],
-    "elastic_launch/training/ranks/agreement.py": ["work.wait()"],
     "elastic_launch/training/loop.py": ["self._rounds.join()"],  # a round, which ends with the time of its store
+    "elastic_launch/training/live/waits.py": ["self._calls.get()"],  # a thread that waits for calls; close() ends it
     # The value of a context variable; and gloo ends the wait after its time for collectives.
     "elastic_launch/training/ranks/exchange.py": ["_link.get()", "_link.get()", "_link.get()", "work.wait()"],
 }

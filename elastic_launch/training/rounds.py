@@ -22,6 +22,7 @@ from elastic_launch.training.link import AgentLink
 from elastic_launch.training.live.groups import GroupsRemainError, RoundGroups
 from elastic_launch.training.live.peerless import PeerlessGroups
 from elastic_launch.training.live.timeout_watch import TimeoutWatch
+from elastic_launch.training.live.waits import Waits
 from elastic_launch.training.ranks.exchange import is_of_exchange, numbers_of_all
 from elastic_launch.training.ranks.mesh import ReplicaMesh, own_ranks
 from elastic_launch.training.ranks.pace import Straggler
@@ -96,6 +97,7 @@ class WorkerRounds:
         self._noted = 0  # the library's own exchanges
         self._began_at = 0  # exchanges until run.mesh() had formed its groups, if there were no others before
         self._timeouts: TimeoutWatch | None = None
+        self._waits: Waits | None = None
         self._peerless: PeerlessGroups | None = None
         self._has_begun = False  # in any round
         self._watch_timeouts()
@@ -205,6 +207,9 @@ class WorkerRounds:
         self._own_ranks.close()
         if self.mesh is not None:
             self.mesh.leave()
+        if self._waits is not None:
+            self._waits.close()
+            self._waits = None
         if self._timeouts is not None:
             self._timeouts.close()
             self._timeouts = None
@@ -239,6 +244,9 @@ class WorkerRounds:
         self.lives = lives
         if lives:
             self.link.listen(lambda: self.groups.disconnect())
+            if self._waits is None:
+                # A wait for a work of NCCL's only has the GPU wait.
+                self._waits = Waits(lambda: self.groups.lost(), all_works=self.device.type == "cpu")
 
     @property
     def _may_live(self) -> bool:

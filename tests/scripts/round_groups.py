@@ -27,6 +27,7 @@ from torch import nn
 
 from elastic_launch import collective_dump
 from elastic_launch.training.live.groups import RoundGroups
+from elastic_launch.training.live.waits import Waits
 from elastic_launch.training.ranks.world import GROUP_TIMEOUT
 
 TIMEOUT = timedelta(seconds=40)
@@ -143,6 +144,20 @@ class Rank:
         except RuntimeError as raised:
             error = f"RuntimeError: {raised}"
         return float(tensor), error
+
+    def transfer(self, how: str, numbers: int = 10_000_000) -> None:
+        """Have rank 0 send numbers to rank 1, by a collective or from point to point; its waits end."""
+        waits = Waits(lambda: self.groups.lost(), all_works=True)
+        tensor, receives = torch.ones(numbers), dist.get_rank() == 1
+        try:
+            if how == "broadcast":
+                dist.broadcast(tensor, src=0)
+            elif receives:
+                dist.recv(tensor, src=0)
+            else:
+                dist.send(tensor, dst=1)
+        finally:
+            waits.close()
 
     def reduce_for_ever(self, numbers: int = 100_000) -> None:
         while True:

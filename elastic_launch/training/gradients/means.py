@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elastic_launch.errors import UsageError
+from elastic_launch.training.live.waits import wait_for
 
 _MARK, _SIGNATURE, _WHOLE, _HEAD = 0, 1, 2, 3
 
@@ -103,7 +104,7 @@ class MeanTable:
     def wait(self) -> None:
         """Wait for the exchange that :meth:`post` started."""
         if self._work is not None:
-            self._work.wait()
+            wait_for(self._work)
             self._work = None
 
     def give_up(self) -> None:

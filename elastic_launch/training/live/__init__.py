@@ -7,4 +7,5 @@
 ``sockets``        the connections of these groups
 ``timeout_watch``  ends a process whose collective takes too long
 ``turns``          what ends these groups without delay
+``waits``          ends waits for exchanges that gloo does not end
 """

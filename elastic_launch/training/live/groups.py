@@ -27,6 +27,9 @@ from elastic_launch.system.allowance import Allowance
 from elastic_launch.training.live.sockets import GroupSockets
 from elastic_launch.training.live.turns import quick_turns
 
+_WOKEN_S = 0.1
+"""Seconds for threads that gloo has woken to run."""
+
 _LEFT_S = 1.0
 """Seconds for groups and sockets to be gone after the groups were destroyed."""
 
@@ -76,6 +79,8 @@ class RoundGroups:
         self._lock = threading.Lock()
         self._forming = False
         self._log_level: int | None = None  # to put back
+        self._closed: Allowance | None = None  # begins as gloo has closed all connections
+        self._lost = False  # whether a thread of gloo's is left behind
 
     @contextmanager
     def forming(self, *, inner: bool = False) -> Iterator[None]:
@@ -121,8 +126,8 @@ class RoundGroups:
         gloo's fail within milliseconds, whether the peers run, are frozen or dead. If a group is being formed, that
         fails, too, but only after its store is connected: one that does not answer is waited for until its timeout.
 
-        A caller still needs a limit of its own: a rank that waits for the end of a large message that is under way may
-        not be woken, and waits until the group's timeout.
+        A caller still needs a limit of its own: gloo may not wake a rank whose message is under way, so that it waits
+        until the group's timeout. See :meth:`lost`.
 
         Returns:
             The number of connections that this call has shut down; 0 if all were shut down before.
@@ -137,6 +142,18 @@ class RoundGroups:
                 shut += self._inner.shut_down()
         self._abort()
         return shut
+
+    def lost(self) -> bool:
+        """Whether works of gloo's that have not ended by now will not end. If so, :meth:`leave` leaves their groups.
+
+        gloo wakes a thread before it closes the connection, so a thread that still waits after that will not be woken.
+        """
+        with self._lock:
+            if not self._lost and self.disconnected and not (self._sockets.connected() or self._inner.connected()):
+                if self._closed is None:
+                    self._closed = Allowance(_WOKEN_S, os.getpid())
+                self._lost = self._closed.left() <= 0
+            return self._lost
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -219,7 +236,8 @@ class RoundGroups:
         """Destroy all process groups of this process, and wait until they and their sockets are gone.
 
         After :meth:`disconnect` this depends on no peer, and lets the collectives of those fail that wait for this one.
-        Without it, all ranks must have completed all collectives.
+        Without it, all ranks must have completed all collectives. Once works were :meth:`lost`, the groups' threads and
+        listening sockets remain until the process ends: gloo would wait for a thread that nothing wakes.
 
         Raises:
             GroupsRemainError: if the script has made groups itself, or if anything still holds one.
@@ -227,11 +245,14 @@ class RoundGroups:
         foreign = [_describe(group) for group in self._foreign()]
         held = [(weakref.ref(group), _describe(group)) for group in _groups()]
         epolls = [*self._sockets.close(), *self._inner.close()]
+        if self._lost:
+            for group in _groups():
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         try:
             # Where the groups of GPUs take longer anyway, there is nothing to gain.
-            with quick_turns(epolls if all(map(_is_gloo, self._backends())) else []):
+            with quick_turns(epolls if all(map(_is_gloo, self._backends())) and not self._lost else []):
                 self._destroy()
-                if not foreign:
+                if not foreign and not self._lost:
                     _wait_until_gone(held, self._sockets, self._inner)
         finally:
             for each in (self._sockets, self._inner):

@@ -8,7 +8,8 @@ Connections of a broken round are shut down for reading only. At the end of what
 wait for a peer, but none that waits for the end of a message that is under way: of a sending that has begun, or of the
 last message that is being received (``signalException`` in gloo's ``transport/tcp/pair.cc``). So no sending must fail:
 gloo can write until it has closed the connection itself, and its peers until this process has left its groups, as a
-duplicate of the connection stays open. A large message may still be under way.
+duplicate of the connection stays open. A message for a peer that has ended may fail all the same, and a large one may
+still be under way: see :mod:`elastic_launch.training.live.waits`.
 
 The kernel knows which sockets are gloo's. Each of gloo's groups has an ``epoll(7)`` descriptor that watches its
 listening socket and all of its connections, and ``/proc/self/fdinfo`` lists what such a descriptor watches. This finds
@@ -68,6 +69,7 @@ class GroupSockets:
         self._knocked: set[int] = set()
         self._before: set[int] | None = None
         self._epolls: list[int] = []
+        self._open: set[int] = set()  # the connections that gloo's threads watch
         self._store_port = self._size = 0
         self.broken = False  # whether shut_down was called
         self._opened = threading.Event()
@@ -158,6 +160,12 @@ class GroupSockets:
             sockets = self._record()
             return len((self._listeners | self._connections) & sockets.keys())
 
+    def connected(self) -> bool:
+        """Whether gloo still has one of its connections."""
+        with self._lock:
+            self._record()
+            return bool(self._open)
+
     def _break_opening(self) -> None:
         """Shut down each new connection, so that this member does not wait for a group that will not be formed."""
         while not self._opened.wait(_POLL):
@@ -199,12 +207,13 @@ class GroupSockets:
                     listeners.add(inode)
                 elif kind == "connected" and port == self._store_port:
                     store.add(inode)
-        self._epolls = []
+        self._epolls, self._open = [], set()
         for descriptor, watched in _watched(descriptors).items():
             if served := watched & listeners:
                 self._epolls.append(descriptor)
                 self._listeners |= served
-                self._connections |= watched & sockets.keys() - listeners
+                self._open |= watched & sockets.keys() - listeners
+        self._connections |= self._open
         if self._listeners:  # before that, the store is being connected, and torch would connect it again and again
             self._connections |= store
         return sockets

@@ -18,6 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from elastic_launch.training.live.waits import wait_for
 from elastic_launch.training.ranks.world import GROUP_TIMEOUT
 from elastic_launch.training.stopping import StopSource
 
@@ -155,7 +156,7 @@ class Agreement:
         if self._posted is None:
             return agreed
         (numbers, work), self._posted = self._posted, None
-        work.wait()
+        wait_for(work)
         *counts, most, most_inverted = numbers.tolist()
         # The maximum of the inverted checksums is the inverted minimum.
         return agreed | replace(Wishes.of_counts(counts), differs=most != ~most_inverted)

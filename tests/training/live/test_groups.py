@@ -113,6 +113,31 @@ def test_no_rank_waits_for_the_end_of_a_sending_that_failed(processes: RankProce
         processes.wait(lost)
 
 
+@pytest.mark.parametrize("lost", ["sender", "receiver"])
+@pytest.mark.parametrize("how", ["broadcast", "transfer"])
+def test_a_wait_for_a_large_message_that_is_under_way_ends(
+    processes: RankProcesses, world: World, how: str, lost: str
+) -> None:
+    """gloo wakes neither its own thread nor one of the process that waits for the end of such a message."""
+    sender, receiver = world.start(2)
+    receiving = receiver.begin("transfer", how)
+    time.sleep(0.2)  # by now, the sender's gloo has been asked for the message
+    receiver.signal(signal.SIGSTOP)
+    sending = sender.begin("transfer", how)
+    time.sleep(0.2)  # by now, the connection has taken what it can
+    gone, stays, order = (sender, receiver, receiving) if lost == "sender" else (receiver, sender, sending)
+    gone.signal(signal.SIGKILL)
+    processes.wait(gone)
+    stays.signal(signal.SIGCONT)
+    began = time.monotonic()
+    stays.do("disconnect")
+    assert failed(stays, order).at - began < PROMPT
+    stays.do("leave")
+    (new,) = processes.start(1)
+    world.form(stays, new)
+    assert processes.wait(stays) == 0
+
+
 def test_a_frozen_rank_keeps_no_other_waiting_after_a_disconnection(world: World) -> None:
     """The time from the disconnection to the error is that of two threads' switches, not that of a time-out."""
     rank, frozen = world.start(2)

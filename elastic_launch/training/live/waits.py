@@ -1,0 +1,163 @@
+"""Ends waits for exchanges of a broken round that gloo does not end.
+
+When a connection fails, gloo wakes the threads that wait for messages which have not begun, but no thread whose message
+is under way: ``signalException`` in gloo's ``transport/tcp/pair.cc`` does not look at those. A peer that has asked for
+a message and is killed leaves such a thread behind; so does one that is killed in the middle of a large message.
+Nothing can wake that thread before the group's timeout.
+
+What waits for it in Python can be told that the exchange has failed, once gloo has closed all connections of the round:
+nothing arrives any more, and a thread that has been woken has only to run. The thread that is left behind writes
+nothing, and its group stays in the process, see :meth:`elastic_launch.training.live.groups.RoundGroups.leave`.
+
+Waits in torch's C++ code are not ended: those of compiled graphs, of ``DistributedDataParallel`` and of DTensor's own
+exchanges.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from torch._C._distributed_c10d import OpType
+from torch.distributed import Work
+
+_LOOK_S = 0.05
+"""Seconds between two looks at whether an exchange that has not ended will end."""
+
+_LOOK = timedelta(seconds=_LOOK_S)
+
+_ENDING = 10.0
+"""Seconds in which a helper's thread must end."""
+
+_FOREVER = timedelta(0)  # torch's value for a wait without a timeout
+
+_TRANSFERS = [int(each) for each in (OpType.SEND, OpType.RECV, OpType.RECVANYSOURCE)]
+"""For these, gloo has to wake the very thread that calls ``wait()``, and a timeout would break the group."""
+
+_LOST = "The process groups of this round are disconnected, and this exchange does not end."
+
+_torchs_wait = Work.wait
+
+
+_waits: Waits | None = None
+
+
+def wait_for(work: Work) -> None:
+    """Wait for a work of gloo's, in the way of the :class:`Waits` that are in force, if any.
+
+    Raises:
+        RuntimeError: if it fails.
+    """
+    if _waits is None:
+        _torchs_wait(work)
+    else:
+        _waits.wait(work)
+
+
+class Waits:
+    """Lets waits for works of gloo's end which will not end, until it is closed. Any thread may wait.
+
+    Args:
+        lost: whether works that have not ended by now will not end.
+        all_works: whether to replace torch's ``Work.wait``, also for the script's own use; all works of this process
+            must be gloo's then. Otherwise this holds for :func:`wait_for`.
+    """
+
+    def __init__(self, lost: Callable[[], bool], *, all_works: bool) -> None:
+        global _waits
+        self._lost = lost
+        self._idle: list[_Helper] = []
+        self._pid = os.getpid()
+        _waits = self
+        if all_works:
+            Work.wait = lambda work, timeout=_FOREVER: self.wait(work, timeout)  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        """Put torch's method back, and end the threads that have nothing to wait for."""
+        global _waits
+        _waits = None
+        Work.wait = _torchs_wait  # type: ignore[method-assign]
+        while self._idle:
+            self._idle.pop().close()
+
+    def wait(self, work: Work, timeout: timedelta = _FOREVER) -> bool:
+        """Wait for a work; see torch's ``Work.wait``.
+
+        Raises:
+            RuntimeError: if it fails, or does not end.
+        """
+        if os.getpid() != self._pid:  # a fork has none of the helpers
+            return _torchs_wait(work, timeout)
+        if work._get_op_type() in _TRANSFERS:
+            return self._wait_in_helper(partial(_torchs_wait, work, timeout))
+        if timeout:
+            return _torchs_wait(work, timeout)
+        while not work.is_completed():
+            with suppress(RuntimeError):  # the time of a look is over, or the work has failed
+                return _torchs_wait(work, _LOOK)
+            if not work.is_completed():
+                self._check()
+        return _torchs_wait(work)
+
+    def _check(self) -> None:
+        if self._lost():
+            raise RuntimeError(_LOST)
+
+    def _wait_in_helper(self, wait: Callable[[], bool]) -> bool:
+        try:
+            helper = self._idle.pop() if self._idle else _Helper()
+        except RuntimeError:  # no more threads
+            return wait()
+        done, value = helper.call(wait, self._check)
+        self._idle.append(helper)
+        if not done:
+            raise value
+        return bool(value)
+
+
+class _Helper:
+    """A thread that makes one call at a time, and may be left behind in it."""
+
+    def __init__(self) -> None:
+        self._calls = SimpleQueue[Callable[[], Any] | None]()
+        self._answers = SimpleQueue[tuple[bool, Any]]()
+        self._thread = threading.Thread(target=self._run, name="elastic-launch transfer", daemon=True)
+        self._thread.start()
+
+    def call(self, function: Callable[[], Any], check: Callable[[], object]) -> tuple[bool, Any]:
+        """Call a function; return whether it has returned, and what, or the error that it has raised.
+
+        Args:
+            check: called from time to time; if it raises an error, this object must not be used any more.
+        """
+        self._calls.put(function)
+        while True:
+            try:
+                return self._answers.get(timeout=_LOOK_S)
+            except Empty:
+                check()
+
+    def close(self) -> None:
+        self._calls.put(None)
+        self._thread.join(_ENDING)
+
+    def _run(self) -> None:
+        while self._answered():
+            pass
+
+    def _answered(self) -> bool:
+        """Make one call; its work and its error are not kept until the next one comes."""
+        if (function := self._calls.get()) is None:
+            return False
+        try:
+            answer = True, function()
+        except RuntimeError as error:
+            answer = False, error
+        self._answers.put(answer)
+        return True
