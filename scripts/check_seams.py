@@ -45,6 +45,7 @@ FOREIGN = {
     "what meshes are told apart by, and what torch has kept about them": "_clear_sharding_prop_cache _hash _thread_id",
     "all process groups, and what they consist of": "_device_types _get_backend _world",
     "how many collectives a group has begun": "_get_sequence_number_for_group",
+    "what a work does": "_get_op_type",
     "aborting process groups": "_abort_process_group _end_coalescing _group_end _group_start _start_coalescing",
     "a store in this process": "_C _distributed_c10d",
     "DeepSpeed's parts of a parameter": "_dp_group _hp_mapping",

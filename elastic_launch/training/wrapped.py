@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from elastic_launch.errors import UsageError
+from elastic_launch.training.live.waits import wait_in
 
 # By name, since importing these classes is slow.
 _FULLY_SHARD = re.compile(r"torch\.distributed\.(.*\.)?FSDPModule")
@@ -103,7 +104,7 @@ def local(tensor: Tensor) -> Tensor:
 def whole(tensor: Tensor) -> Tensor:
     """Return the value of a tensor without its graph, that of a DTensor put together; called by all of its ranks."""
     found: Tensor = tensor.detach()
-    return found.full_tensor() if is_sharded(found) else found  # type: ignore[attr-defined]
+    return wait_in(found.full_tensor) if is_sharded(found) else found  # type: ignore[attr-defined]
 
 
 def is_zero(optimizer: object) -> bool:

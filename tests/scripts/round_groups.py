@@ -24,10 +24,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 
 from elastic_launch import collective_dump
 from elastic_launch.training.live.groups import RoundGroups
-from elastic_launch.training.live.waits import Waits
+from elastic_launch.training.live.waits import Waits, wait_in
 from elastic_launch.training.ranks.world import GROUP_TIMEOUT
 
 TIMEOUT = timedelta(seconds=40)
@@ -146,12 +147,15 @@ class Rank:
         return float(tensor), error
 
     def transfer(self, how: str, numbers: int = 10_000_000) -> None:
-        """Have rank 0 send numbers to rank 1, by a collective or from point to point; its waits end."""
+        """Have rank 0 send numbers to rank 1, in one of three ways; the waits for it end."""
         waits = Waits(lambda: self.groups.lost(), all_works=True)
         tensor, receives = torch.ones(numbers), dist.get_rank() == 1
         try:
             if how == "broadcast":
                 dist.broadcast(tensor, src=0)
+            elif how == "functional":
+                operators, name = torch.ops._c10d_functional, distributed_c10d._get_default_group().group_name
+                wait_in(lambda: operators.wait_tensor(operators.broadcast(tensor, 0, name)))
             elif receives:
                 dist.recv(tensor, src=0)
             else:

@@ -22,7 +22,7 @@ from elastic_launch.snapshot.stall import advanced
 from elastic_launch.training.checkpoints.parts import Group
 from elastic_launch.training.ranks.exchange import broadcast_state
 from elastic_launch.training.ranks.spreading import Box, narrowed
-from elastic_launch.training.wrapped import is_sharded, is_zero, sharding_modules
+from elastic_launch.training.wrapped import is_sharded, is_zero, sharding_modules, whole
 
 _WHOLE = object()
 """Stands for all of a tensor."""
@@ -70,10 +70,10 @@ class StateGatherer:
             if self._split and _is_plain(value):
                 self.left.append((torch.empty(value.shape, dtype=value.dtype, device="meta"), value))
                 return self.left[-1][0]
-            whole = value.full_tensor().detach()
+            tensor = whole(value)
             if not self._keep:
                 return None
-            kept = whole.cpu()
+            kept = tensor.cpu()
             self.own.add(kept.data_ptr())
             return kept
         if isinstance(value, dict):

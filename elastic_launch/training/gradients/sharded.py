@@ -32,7 +32,7 @@ from elastic_launch.training.gradients.flat import together
 from elastic_launch.training.gradients.parameters import Parameters
 from elastic_launch.training.gradients.tree import Segment, fold, joins, segments
 from elastic_launch.training.ranks.mesh import TENSOR, RankGroup, ReplicaMesh, is_cut
-from elastic_launch.training.wrapped import MESH_HINT, is_sharded, local, sharding_groups, sharding_modules
+from elastic_launch.training.wrapped import MESH_HINT, is_sharded, local, sharding_groups, sharding_modules, whole
 
 
 class ShardSums:
@@ -456,7 +456,7 @@ def total_norm(gradients: Sequence[Any], *, exact: bool, meshed: bool = False) -
         total: Tensor = nn.utils.get_total_norm(gradients)
         return total
     if exact:
-        norms = [nn.utils.get_total_norm([x.full_tensor() if is_sharded(x) else x]) for x in gradients]
+        norms = [nn.utils.get_total_norm([whole(x)]) for x in gradients]
         found: Tensor = torch.linalg.vector_norm(torch.stack(norms))
         return found
     # The squares of the parts on each mesh; of a copy, those of the first rank that has it.
@@ -473,10 +473,10 @@ def total_norm(gradients: Sequence[Any], *, exact: bool, meshed: bool = False) -
     for mesh, squares in sums.items():
         for dimension in range(0 if mesh is None else mesh.ndim):
             dist.all_reduce(squares, group=mesh.get_group(dimension))
-    whole = torch.stack([*sums.values()]).sum()
+    everywhere = torch.stack([*sums.values()]).sum()
     if meshed:
-        dist.all_reduce(whole, op=dist.ReduceOp.MAX)
-    return whole.sqrt().float()
+        dist.all_reduce(everywhere, op=dist.ReduceOp.MAX)
+    return everywhere.sqrt().float()
 
 
 def clip(parameters: Sequence[Tensor], most: float, *, exact: bool, meshed: bool = False) -> Tensor:

@@ -27,8 +27,8 @@ from elastic_launch.system.allowance import Allowance
 from elastic_launch.training.live.sockets import GroupSockets
 from elastic_launch.training.live.turns import quick_turns
 
-_WOKEN_S = 0.1
-"""Seconds for threads that gloo has woken to run."""
+_ASLEEP_S = 0.1
+"""Seconds for which gloo's threads sleep before one of them counts as left behind."""
 
 _LEFT_S = 1.0
 """Seconds for groups and sockets to be gone after the groups were destroyed."""
@@ -79,8 +79,9 @@ class RoundGroups:
         self._lock = threading.Lock()
         self._forming = False
         self._log_level: int | None = None  # to put back
-        self._closed: Allowance | None = None  # begins as gloo has closed all connections
-        self._lost = False  # whether a thread of gloo's is left behind
+        self._threads: dict[str, tuple[str, ...]] = {}  # those that execute works, at the last look, and
+        self._asleep_since = 0.0  # since when they have been as they were then
+        self._lost = False  # whether one of them is left behind
 
     @contextmanager
     def forming(self, *, inner: bool = False) -> Iterator[None]:
@@ -144,15 +145,23 @@ class RoundGroups:
         return shut
 
     def lost(self) -> bool:
-        """Whether works of gloo's that have not ended by now will not end. If so, :meth:`leave` leaves their groups.
+        """Whether works of gloo's that have not ended by now will not end; call it from time to time.
 
-        gloo wakes a thread before it closes the connection, so a thread that still waits after that will not be woken.
+        gloo wakes a thread before it closes the connection: a thread that sleeps for some time after all connections
+        were closed will not be woken. Once this is so, the groups' threads and listening sockets remain until the
+        process ends, as gloo would wait for that thread.
         """
         with self._lock:
-            if not self._lost and self.disconnected and not (self._sockets.connected() or self._inner.connected()):
-                if self._closed is None:
-                    self._closed = Allowance(_WOKEN_S, os.getpid())
-                self._lost = self._closed.left() <= 0
+            if self._lost or not self.disconnected or self._sockets.connected() or self._inner.connected():
+                return self._lost
+            threads, now = _gloos_threads(), time.monotonic()
+            if threads != self._threads:
+                self._threads, self._asleep_since = threads, now
+            sleep = bool(threads) and all(state == "S" for state, *_ in threads.values())
+            self._lost = sleep and now - self._asleep_since >= _ASLEEP_S
+            if self._lost:
+                for each in {id(x): x for group in _groups() for x in _backends(group)}.values():
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
             return self._lost
 
     @contextmanager
@@ -236,8 +245,7 @@ class RoundGroups:
         """Destroy all process groups of this process, and wait until they and their sockets are gone.
 
         After :meth:`disconnect` this depends on no peer, and lets the collectives of those fail that wait for this one.
-        Without it, all ranks must have completed all collectives. Once works were :meth:`lost`, the groups' threads and
-        listening sockets remain until the process ends: gloo would wait for a thread that nothing wakes.
+        Without it, all ranks must have completed all collectives.
 
         Raises:
             GroupsRemainError: if the script has made groups itself, or if anything still holds one.
@@ -245,15 +253,12 @@ class RoundGroups:
         foreign = [_describe(group) for group in self._foreign()]
         held = [(weakref.ref(group), _describe(group)) for group in _groups()]
         epolls = [*self._sockets.close(), *self._inner.close()]
-        if self._lost:
-            for group in _groups():
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         try:
             # Where the groups of GPUs take longer anyway, there is nothing to gain.
             with quick_turns(epolls if all(map(_is_gloo, self._backends())) and not self._lost else []):
                 self._destroy()
-                if not foreign and not self._lost:
-                    _wait_until_gone(held, self._sockets, self._inner)
+                if not foreign:
+                    _wait_until_gone(held, *(() if self._lost else (self._sockets, self._inner)))
         finally:
             for each in (self._sockets, self._inner):
                 each.end()
@@ -342,6 +347,18 @@ def _at_once(backends: list[Any]) -> Iterator[None]:
     begin()
     yield
     end()
+
+
+def _gloos_threads() -> dict[str, tuple[str, ...]]:
+    """Return the state of each thread that executes works of gloo's, and for how long it has run and been ready to."""
+    found = {}
+    for name in os.listdir("/proc/self/task"):
+        task = Path("/proc/self/task", name)
+        with suppress(OSError, IndexError):  # it has ended
+            if (task / "comm").read_text().startswith("pt_gloo"):
+                times = (task / "schedstat").read_text().split()[:2]
+                found[name] = ((task / "stat").read_text().rpartition(")")[2].split()[0], *times)
+    return found
 
 
 def _is_gloo(backend: object) -> bool:

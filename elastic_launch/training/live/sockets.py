@@ -161,10 +161,10 @@ class GroupSockets:
             return len((self._listeners | self._connections) & sockets.keys())
 
     def connected(self) -> bool:
-        """Whether gloo still has one of its connections."""
+        """Whether gloo still has one of its connections, or may make one only now."""
         with self._lock:
             self._record()
-            return bool(self._open)
+            return bool(self._open) or _connects_late()
 
     def _break_opening(self) -> None:
         """Shut down each new connection, so that this member does not wait for a group that will not be formed."""
@@ -179,7 +179,7 @@ class GroupSockets:
     def _shut_recorded(self, *, keep: bool = True) -> int:
         sockets = self._record()
         # With lazy initialization gloo may still watch a connection that it has closed, if there is a duplicate.
-        keep = keep and os.environ.get("TORCH_GLOO_LAZY_INIT", "").lower() not in _TRUE
+        keep = keep and not _connects_late()
         last = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _SPARE
         shut = 0
         for inode in (self._connections - self._shut) & sockets.keys():
@@ -223,6 +223,10 @@ class GroupSockets:
         for each in self._kept:
             found.pop(each.fileno(), None)
         return found
+
+
+def _connects_late() -> bool:
+    return os.environ.get("TORCH_GLOO_LAZY_INIT", "").lower() in _TRUE
 
 
 def _descriptors() -> dict[int, str]:

@@ -5,12 +5,13 @@ is under way: ``signalException`` in gloo's ``transport/tcp/pair.cc`` does not l
 a message and is killed leaves such a thread behind; so does one that is killed in the middle of a large message.
 Nothing can wake that thread before the group's timeout.
 
-What waits for it in Python can be told that the exchange has failed, once gloo has closed all connections of the round:
-nothing arrives any more, and a thread that has been woken has only to run. The thread that is left behind writes
-nothing, and its group stays in the process, see :meth:`elastic_launch.training.live.groups.RoundGroups.leave`.
+What waits for it in Python can be told that the exchange has failed, once gloo has closed all connections of the round,
+so that nothing arrives, and all of gloo's threads that execute works sleep, so that none still copies what has arrived.
+The thread that is left behind writes nothing, and its group stays in the process, see
+:meth:`elastic_launch.training.live.groups.RoundGroups.lost`.
 
-Waits in torch's C++ code are not ended: those of compiled graphs, of ``DistributedDataParallel`` and of DTensor's own
-exchanges.
+Other waits in torch's C++ code are not ended: those of compiled graphs, of ``DistributedDataParallel`` and of DTensor's
+operators.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from torch._C._distributed_c10d import OpType
+from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined]
 from torch.distributed import Work
 
 _LOOK_S = 0.05
@@ -39,6 +40,8 @@ _FOREVER = timedelta(0)  # torch's value for a wait without a timeout
 
 _TRANSFERS = [int(each) for each in (OpType.SEND, OpType.RECV, OpType.RECVANYSOURCE)]
 """For these, gloo has to wake the very thread that calls ``wait()``, and a timeout would break the group."""
+
+_TIMED_OUT = "Operation timed out!"  # what torch's Work.wait() says if the work goes on
 
 _LOST = "The process groups of this round are disconnected, and this exchange does not end."
 
@@ -60,13 +63,24 @@ def wait_for(work: Work) -> None:
         _waits.wait(work)
 
 
+def wait_in(function: Callable[[], Any]) -> Any:
+    """Call a function that exchanges with gloo and waits in torch's C++ code, likewise; return what it returns.
+
+    It runs in another thread, without this one's modes, such as autocast.
+
+    Raises:
+        RuntimeError: if the exchange fails.
+    """
+    return function() if _waits is None else _waits.wait_in(function)
+
+
 class Waits:
     """Lets waits for works of gloo's end which will not end, until it is closed. Any thread may wait.
 
     Args:
         lost: whether works that have not ended by now will not end.
-        all_works: whether to replace torch's ``Work.wait``, also for the script's own use; all works of this process
-            must be gloo's then. Otherwise this holds for :func:`wait_for`.
+        all_works: whether all works of this process are gloo's: then torch's ``Work.wait`` is replaced, also for the
+            script's own use. Otherwise only :func:`wait_for` ends.
     """
 
     def __init__(self, lost: Callable[[], bool], *, all_works: bool) -> None:
@@ -74,15 +88,23 @@ class Waits:
         self._lost = lost
         self._idle: list[_Helper] = []
         self._pid = os.getpid()
-        _waits = self
+        # torch would take the stack of each look that ends, and print that it does.
+        self._by_looks = os.environ.get("TORCH_SHOW_CPP_STACKTRACES", "0") == "0"
+        _waits, self._all_works = self, all_works
         if all_works:
-            Work.wait = lambda work, timeout=_FOREVER: self.wait(work, timeout)  # type: ignore[method-assign]
+            # A subclass may call it for its own work: torch tells that by the name and the first argument.
+            def wait(work: Work, timeout: timedelta = _FOREVER) -> bool:
+                return self.wait(work, timeout) if type(work) is Work else _torchs_wait(work, timeout)
+
+            Work.wait = wait  # type: ignore[method-assign, assignment]
 
     def close(self) -> None:
         """Put torch's method back, and end the threads that have nothing to wait for."""
         global _waits
-        _waits = None
-        Work.wait = _torchs_wait  # type: ignore[method-assign]
+        if _waits is self:
+            _waits = None
+            Work.wait = _torchs_wait  # type: ignore[method-assign]
+        self._all_works = False
         while self._idle:
             self._idle.pop().close()
 
@@ -94,31 +116,46 @@ class Waits:
         """
         if os.getpid() != self._pid:  # a fork has none of the helpers
             return _torchs_wait(work, timeout)
-        if work._get_op_type() in _TRANSFERS:
-            return self._wait_in_helper(partial(_torchs_wait, work, timeout))
-        if timeout:
+        if timeout and work._get_op_type() not in _TRANSFERS:  # type: ignore[attr-defined]
             return _torchs_wait(work, timeout)
+        if not self._by_looks or work._get_op_type() in _TRANSFERS:  # type: ignore[attr-defined]
+            return bool(self.wait_in(partial(_torchs_wait, work, timeout)))
         while not work.is_completed():
-            with suppress(RuntimeError):  # the time of a look is over, or the work has failed
+            try:
                 return _torchs_wait(work, _LOOK)
+            except RuntimeError as error:
+                if _TIMED_OUT not in str(error):
+                    raise
             if not work.is_completed():
                 self._check()
         return _torchs_wait(work)
 
+    def wait_in(self, function: Callable[[], Any]) -> Any:
+        """See :func:`wait_in`."""
+        if os.getpid() != self._pid or not self._all_works:
+            return function()
+        try:
+            helper = self._idle.pop()
+        except IndexError:
+            try:
+                helper = _Helper()
+            except RuntimeError:  # no more threads
+                return function()
+        done, value = helper.call(function, self._check)
+        if self._all_works:
+            self._idle.append(helper)
+        else:
+            helper.close()  # while it made the call, this object was closed
+        if done:
+            return value
+        try:
+            raise value
+        finally:
+            del value  # its traceback has this frame
+
     def _check(self) -> None:
         if self._lost():
             raise RuntimeError(_LOST)
-
-    def _wait_in_helper(self, wait: Callable[[], bool]) -> bool:
-        try:
-            helper = self._idle.pop() if self._idle else _Helper()
-        except RuntimeError:  # no more threads
-            return wait()
-        done, value = helper.call(wait, self._check)
-        self._idle.append(helper)
-        if not done:
-            raise value
-        return bool(value)
 
 
 class _Helper:
@@ -137,11 +174,14 @@ class _Helper:
             check: called from time to time; if it raises an error, this object must not be used any more.
         """
         self._calls.put(function)
-        while True:
-            try:
-                return self._answers.get(timeout=_LOOK_S)
-            except Empty:
+        try:
+            while True:
+                with suppress(Empty):
+                    return self._answers.get(timeout=_LOOK_S)
                 check()
+        except BaseException:
+            self._calls.put(None)  # so that the thread ends once the call does, if ever
+            raise
 
     def close(self) -> None:
         self._calls.put(None)
@@ -157,7 +197,8 @@ class _Helper:
             return False
         try:
             answer = True, function()
-        except RuntimeError as error:
+        except BaseException as error:  # noqa: BLE001 - raised by the caller
             answer = False, error
         self._answers.put(answer)
+        del answer, function  # an error's traceback has this frame
         return True
