@@ -55,7 +55,7 @@ ENDLESS = {
         *("work.wait()", "buckets[turn - 2].wait()", "work.wait()", "bucket.wait()")
     ],
     "elastic_launch/training/loop.py": ["self._rounds.join()"],  # a round, which ends with the time of its store
-    "elastic_launch/training/live/waits.py": ["self._calls.get()"],  # a thread that waits for calls; close() ends it
+    "elastic_launch/training/live/waits.py": ["self._calls.get()", "work.wait()"],  # close() ends the former's thread
     # The value of a context variable; and gloo ends the wait after its time for collectives.
     "elastic_launch/training/ranks/exchange.py": ["_link.get()", "_link.get()", "_link.get()", "work.wait()"],
 }

@@ -57,8 +57,8 @@ def wait_for(work: Work) -> None:
     Raises:
         RuntimeError: if it fails.
     """
-    if _waits is None:
-        _torchs_wait(work)
+    if _waits is None or type(work) is not Work:
+        work.wait()
     else:
         _waits.wait(work)
 
