@@ -51,11 +51,11 @@ ENDLESS = {
         *("first.work.wait()", "self.work.wait()", *["bucket.wait()"] * 3)
     ],
     "elastic_launch/training/gradients/means.py": ["self.wait()"],
-    "elastic_launch/training/gradients/shards.py": [
-        *("work.wait()", "buckets[turn - 2].wait()", "work.wait()", "bucket.wait()")
-    ],
+    "elastic_launch/training/gradients/shards.py": [*("buckets[turn - 2].wait()", "work.wait()", "bucket.wait()")],
     "elastic_launch/training/loop.py": ["self._rounds.join()"],  # a round, which ends with the time of its store
-    "elastic_launch/training/live/waits.py": ["self._calls.get()", "work.wait()"],  # close() ends the former's thread
+    "elastic_launch/training/live/waits.py": [
+        *("self._calls.get()", "work.wait()", "work.wait()")  # close() ends the first one's thread
+    ],
     # The value of a context variable; and gloo ends the wait after its time for collectives.
     "elastic_launch/training/ranks/exchange.py": ["_link.get()", "_link.get()", "_link.get()", "work.wait()"],
 }

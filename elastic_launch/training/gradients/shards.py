@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elastic_launch.training.gradients.tree import Segment, fold
+from elastic_launch.training.live.waits import wait_for_all
 from elastic_launch.training.ranks.mesh import ALL, RankGroup
 
 BUCKET_BYTES = 16 * 1024 * 1024
@@ -42,8 +43,7 @@ class _Bucket:
         self.works = dist.batch_isend_irecv(filled) if filled else []
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+        wait_for_all(self.works)
         self.works = []
 
 
