@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,7 @@ class RoundGroups:
             sleep = bool(threads) and all(state == "S" for state, *_ in threads.values())
             self._lost = sleep and now - self._asleep_since >= _ASLEEP_S
             if self._lost:
-                for each in {id(x): x for group in _groups() for x in _backends(group)}.values():
+                for each in filter(_is_gloo, chain.from_iterable(map(_backends, _groups()))):
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
             return self._lost
 
