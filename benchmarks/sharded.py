@@ -26,12 +26,16 @@ from tables import NewJob, Row, Scenario, parser, positive, run, say
 
 SECTION = "sharded"
 WHO = ("ours", "torchrun")
-KINDS = ("steps", "killed", "resize")
+KINDS = ("steps", "killed", "resize", "replicas")
 MIB = 2**20
 LAYERS = 6
 """Of sharded_workload.py."""
 ENOUGH = 20
 """Steps before a change."""
+REPLICA = 2
+"""Ranks that divide a model in the scenario with replicas."""
+CHANGED = ("standstill", "whole", "lost", "kept")
+"""The figures of a change."""
 
 
 def script(job: Job, args: argparse.Namespace, *options: str) -> list[str]:
@@ -123,7 +127,27 @@ def measure_killed(new_job: NewJob, who: str, args: argparse.Namespace) -> Figur
         trained(job, world)
         victim = job.step(world - 1, world)["pid"]
         found = changed(job, lambda: os.kill(victim, signal.SIGKILL), world, {victim})
-    return {f"killed-{name}": found[name] for name in ("standstill", "whole", "lost", "kept")}
+    return {f"killed-{name}": found[name] for name in CHANGED}
+
+
+def measure_replicas(new_job: NewJob, who: str, args: argparse.Namespace) -> Figures:
+    """Of nodes with a replica each, a worker of the last one is killed; another node joins, and gets SIGTERM."""
+    size, few, many = REPLICA, args.nodes * REPLICA, (args.nodes + 1) * REPLICA
+    with new_job() as job:
+        job.limit(args.timeout + 4 * args.start)
+        nodes = Nodes(job, who, f"1:{args.nodes + 1}", "--replica-size", str(size))
+        told = script(job, args, "--micros", str(few * many), "--replica", str(size))
+        for number in range(args.nodes):
+            nodes.start(f"guest{number}" if number else "host", size, script=told)
+        trained(job, few)
+        victim = job.step(few - 1, few)["pid"]
+        killed = changed(job, lambda: os.kill(victim, signal.SIGKILL), few, {victim})
+        last: list[int] = []
+        joins = changed(job, lambda: last.append(nodes.start("last", size, script=told).pid), many, {victim})
+        gone = {victim, *descendants(last[0])}
+        leaves = changed(job, lambda: os.kill(last[0], signal.SIGTERM), few, gone)
+    kinds = {"replica-killed": killed, "replica-joins": joins, "replica-leaves": leaves}
+    return {f"{kind}-{name}": found[name] for kind, found in kinds.items() for name in CHANGED}
 
 
 def trained(job: Job, world: int) -> None:
@@ -150,7 +174,7 @@ def resized(
     *_, last = (record for record in steps if life(record) in old)
     moved = later[0]["sent"] - last["sent"] - statistics.median(sends(later))
     needed = least(before, after) * state_bytes(args.width)
-    figures = {name: found[name] for name in ("standstill", "whole", "lost", "kept")}
+    figures = {name: found[name] for name in CHANGED}
     figures |= {"moved": moved / MIB, "least": needed / MIB, "times": moved / needed}
     figures["grown"] = max(record["grown"] for record in later) / MIB
     return {f"{kind}-{name}": value for name, value in figures.items()}
@@ -196,6 +220,14 @@ def chosen(kinds: list[str], args: argparse.Namespace) -> dict[str, Scenario]:
     if "killed" in kinds:
         rows = change_rows("killed", f"one of {2 * args.nodes} workers killed")
         found["killed"] = Scenario(partial(measure_killed, args=args), WHO[:1], rows)
+    if "replicas" in kinds:
+        whats = {
+            "killed": f"one worker of {args.nodes} replicas of {REPLICA} killed",
+            "joins": f"a replica joins {args.nodes}",
+            "leaves": f"one of {args.nodes + 1} replicas leaves",
+        }
+        rows = sum((change_rows(f"replica-{kind}", what) for kind, what in whats.items()), ())
+        found["replicas"] = Scenario(partial(measure_replicas, args=args), WHO[:1], rows)
     return found
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from workload import SEED, noting, parser, prepare
 
@@ -62,8 +62,8 @@ def network(width: int) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def sharded(width: int, world_size: int) -> nn.Sequential:
-    model, mesh = network(width), init_device_mesh("cpu", (world_size,))
+def sharded(width: int, mesh: DeviceMesh) -> nn.Sequential:
+    model = network(width)
     for layer in model[::2]:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -75,7 +75,7 @@ def plain(args: argparse.Namespace, inputs: Tensor, note: Callable[..., None]) -
     dist.init_process_group("gloo")
     note(0, mark="initialized")
     memory, rank, world_size = Memory(), dist.get_rank(), dist.get_world_size()
-    model: Any = sharded(args.width, world_size)
+    model: Any = sharded(args.width, init_device_mesh("cpu", (world_size,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(1, args.steps + 1):
         chosen = torch.randint(len(inputs), (args.micros, MICRO), generator=torch.Generator().manual_seed(step))
@@ -107,7 +107,8 @@ def ours(args: argparse.Namespace, inputs: Tensor, note: Callable[..., None]) ->
             note(step, sent=sent(), grown=memory.grown, snapshot=snapshots.rhythm.last)
             time.sleep(args.sleep)
 
-        model = sharded(args.width, run.world_size)
+        mesh = run.mesh(shard=args.replica) if args.replica else init_device_mesh("cpu", (run.world_size,))
+        model = sharded(args.width, mesh["shard"] if args.replica else mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         for step in run.steps(loader, model, optimizer, until=until):
             again = step.repeated
@@ -122,6 +123,7 @@ def main() -> None:
     options = parser()
     options.add_argument("--width", type=int, default=1024, help=f"of {LAYERS} square layers")
     options.add_argument("--micros", type=int, default=6, help=f"micro-batches of {MICRO} samples in a global batch")
+    options.add_argument("--replica", type=int, help="ranks that divide the model [all]")
     options.add_argument("--plain", action="store_true", help="without the library")
     args = options.parse_args()
     torch.manual_seed(SEED)

@@ -1,8 +1,8 @@
 """Verified steps: how soon a rank that computes wrong is found, and what they cost, by the share of the steps.
 
 For the first, a rank of three flips a bit of each gradient from a step on; each run has another seed, and so verifies
-other steps. For the second, worlds that verify other shares do blocks of steps in turn, as in training.py. Prints a
-Markdown table; asserts no figure.
+other steps. For the second, worlds that verify other shares do blocks of steps in turn, as in training.py. Prints two
+Markdown tables, the costs first; asserts no figure.
 
     python benchmarks/verified.py --runs 9 --blocks 11
 """
@@ -86,18 +86,19 @@ def main() -> None:
     costs = argparse.Namespace(blocks=args.blocks, micro_batch=8, modes=["exact", *training.VERIFIED])
     blocks = training.measure(2, args.width, args.steps, args.accumulate, costs)
     usual = {unit: statistics.median(block[unit] for block in blocks["exact"]) for unit in training.UNITS}
-    print("| share verified | steps until found | ms per step | / 0 % | CPU ms per step | / 0 % |")
-    print("|---|---|---|---|---|---|")
-    for mode in reversed(costs.modes):  # the runs of small shares take longest
-        found = [steps_until_found(mode, seed) for seed in range(args.runs)] if mode != "exact" else []
-        latency = f"{statistics.median(found):g} ({min(found)}..{max(found)})" if found else "never"
+    print("| share verified | ms per step | / 0 % | CPU ms per step | / 0 % |\n|---|---|---|---|---|")
+    for mode in costs.modes:
         seconds, cpu = ([block[unit] for block in blocks[mode]] for unit in ("seconds", "cpu"))
         print(
-            f"| {'0 %' if mode == 'exact' else mode.replace('%', ' %')} | {latency} "
+            f"| {'0 %' if mode == 'exact' else mode.replace('%', ' %')} "
             f"| {training.spread(seconds, 1e-3)} | {statistics.median(seconds) / usual['seconds']:.3f} "
             f"| {training.spread(cpu, 1e-3)} | {statistics.median(cpu) / usual['cpu']:.3f} |",
             flush=True,
         )
+    print("\n| share verified | steps until found |\n|---|---|")
+    for share in reversed(training.VERIFIED):  # the runs of small shares take longest
+        found = [steps_until_found(share, seed) for seed in range(args.runs)]
+        print(f"| {share.replace('%', ' %')} | {statistics.median(found):g} ({min(found)}..{max(found)}) |", flush=True)
     print(f"\nload {os.getloadavg()[0]:.2f} after")
 
 
