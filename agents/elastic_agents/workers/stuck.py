@@ -1,4 +1,4 @@
-"""Whether a Python process is deadlocked on the GIL: a thread that does not run holds it, another waits for it.
+"""Whether a Python process is deadlocked on the GIL: a thread waits for it, and none runs, so one that sleeps holds it.
 
 Scripts that use DDP hang like this at exit: see :mod:`elastic_agents.warm._process_groups`. Executed workers run none
 of this project's code, so this is detected from outside: the main thread is never scheduled again, and a thread waits
@@ -71,16 +71,18 @@ def _switches(pid: int) -> int | None:
 
 
 def _waits_for_interpreter(pid: int) -> bool:
-    """Whether a thread waits, with a timeout, for a lock in Python's own data."""
-    data: list[range] | None = None
-    for thread in threads_of(pid):
-        # proc(5): number, arguments, stack pointer, program counter; futex(2): address, operation, value, timeout.
-        call = read_proc(f"/proc/{pid}/task/{thread}/syscall").split()
-        if thread != pid and len(call) == 9 and call[0] == str(_FUTEX) and int(call[4], 16):
-            data = _data_of_python(pid) if data is None else data
-            if any(int(call[1], 16) in part for part in data):
-                return True
-    return False
+    """Whether a thread waits, with a timeout, for a lock in Python's own data, while no thread computes.
+
+    Threads that compute in Python wait for each other in the same way.
+    """
+    # proc(5): number, arguments, stack pointer, program counter; or "running", or -1 outside of a call.
+    calls = {thread: read_proc(f"/proc/{pid}/task/{thread}/syscall").split() for thread in threads_of(pid)}
+    if any(call[:1] in (["running"], ["-1"]) for call in calls.values()):
+        return False
+    # futex(2): address, operation, value, timeout.
+    timed = [call for thread, call in calls.items() if thread != pid and len(call) == 9 and call[0] == str(_FUTEX)]
+    waited_for = [int(call[1], 16) for call in timed if int(call[4], 16)]
+    return bool(waited_for) and any(address in part for part in _data_of_python(pid) for address in waited_for)
 
 
 def _data_of_python(pid: int) -> list[range]:
