@@ -119,7 +119,8 @@ def _decide(view: v.View, event: v.Event, node: v.NodeFacts) -> Decision:
         case v.TeardownOver(local_rank=local_rank):
             if local_rank not in view.alive:
                 return view, []
-            return replace(view, live=view.live - {local_rank}), [v.Kill(frozenset({local_rank}))]
+            # Its script's exit code counts, also where that is a failure.
+            return replace(view, live=view.live - {local_rank}), [v.Kill(frozenset({local_rank}), ending=True)]
         case v.SuspendOver():
             return _suspend_over(view)
         case v.GraceOver():
