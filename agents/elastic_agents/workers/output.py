@@ -130,17 +130,18 @@ class OutputPump:
         return stream, sink
 
     def _sinks(self, console: int, route: Route) -> list[Sink]:
-        sinks: list[Sink] = []
-        if route.console:
-            prefix = route.prefix
-            if prefix and has_colours(console):
-                prefix = painted(prefix, colour_of(route.rank))
-            shown = Console(self._consoles.put_to(console, wait=True), self._unfinished)
-            sinks.append(Lines(shown, prefix) if prefix else shown)
+        sinks: list[Sink] = []  # a console that is read slowly comes last
         if route.path is not None:
             sinks.append(Appended(route.path, self._files, self.kept))
         if route.matching is not None:
             sinks.append(Lines(Appended(route.matching, self._files, self.kept), route.header, route.filters))
+        if route.console:
+            prefix = route.prefix
+            if prefix and has_colours(console):
+                prefix = painted(prefix, colour_of(route.rank))
+            put = self._consoles.put_to(console)
+            shown = Console(lambda data: put(data, wait=not self._closed), self._unfinished)
+            sinks.append(Lines(shown, prefix) if prefix else shown)
         return sinks
 
     def _run(self) -> None:
@@ -154,6 +155,9 @@ class OutputPump:
             now = time.monotonic()
             for console in [console for console in self._unfinished if console.due <= now]:
                 console.show()
+        for key in list(self._selector.get_map().values()):
+            if key.data is not None:
+                self._move(key.data)  # what a pipe holds comes in one piece
 
     def _move(self, stream: Stream) -> None:
         try:
