@@ -78,6 +78,7 @@ def call(load: Callable[[], tuple[Callable[..., object], tuple[object, ...]]], l
 
     An exception is recorded as torch's ``@record`` does, since torch's launcher wraps every function in that.
     """
+    worker = os.getpid()  # a process that the function forks may come to its end here, too
     if sys.stderr is not None:
         faulthandler.enable()
     try:
@@ -99,7 +100,7 @@ def call(load: Callable[[], tuple[Callable[..., object], tuple[object, ...]]], l
     except BaseException as error:
         while (tb := error.__traceback__) is not None and tb.tb_frame.f_code.co_filename == __file__:
             error.__traceback__ = tb.tb_next
-        record(error, os.environ.get(ERROR_FILE, ""))
+        record(error, os.environ.get(ERROR_FILE, ""), worker)
         raise
 
 

@@ -38,16 +38,17 @@ _PARTS = (types.ModuleType, types.FunctionType, type)
 """Objects that must be destroyed last."""
 
 
-def end(error: BaseException | None, env: Mapping[str, str]) -> NoReturn:
+def end(error: BaseException | None, env: Mapping[str, str], worker: int) -> NoReturn:
     """End this process.
 
     Args:
         error: the exception that ended its script, if any; to be called when it is no longer being handled.
         env: the worker's environment at its start.
+        worker: its pid at its start; a process that the script has forked comes here, too.
     """
     at_once = isinstance(error, SystemExit) and getattr(error, "at_once", False)
     interrupted = type(error) is KeyboardInterrupt
-    record(error, env.get(ERROR_FILE, ""))
+    record(error, env.get(ERROR_FILE, ""), worker)
     code = 0 if error is None else _report(error)
     # The first to run; an exception in it is reported like that of an exit function.
     atexit.register(threading._shutdown)  # type: ignore[attr-defined]
@@ -70,12 +71,12 @@ def last_words(code: int) -> bytes:
     return b'{"type":"workerending","exit_code":%d}\n' % code
 
 
-def record(error: BaseException | None, path: str) -> None:
+def record(error: BaseException | None, path: str, worker: int) -> None:
     """Write a worker's exception where the agent looks for it, as torch's ``@record`` does, unless that has done so.
 
     Written at once, as the end may take long: the file's time determines whose exception was the first.
     """
-    if not isinstance(error, Exception) or not path or os.getpid() != os.getsid(0):  # a process forked by the worker
+    if not isinstance(error, Exception) or not path or os.getpid() != worker:
         return
     kind, tb = type(error), _without_ours(error.__traceback__)
     with contextlib.suppress(OSError, MemoryError, RecursionError, ValueError), open(path, "x") as file:

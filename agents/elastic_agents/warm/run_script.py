@@ -154,7 +154,8 @@ class Orders:
         if self.record is not None:
             # Also where torch is not loaded yet, process groups must outlive their users.
             Recorder(self.record, outlive_users)
-        end(_run(self.argv[2:]), self.env)  # skip the interpreter and -u
+        worker = os.getpid()
+        end(_run(self.argv[2:]), self.env, worker)  # skip the interpreter and -u
 
 
 def leave_parent(parent: int, leave: int, agent: int) -> None:
