@@ -12,12 +12,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from elastic_agents.child import UNKNOWN, Child, started
-from elastic_agents.workers.sessions import dead_strangers, reap, reap_last, reap_orphans, status_of
+from elastic_agents.workers.sessions import dead_strangers, has_group, reap, reap_last, reap_orphans, status_of
 from elastic_launch.system.threads import VitalThread
 from elastic_launch.system.wake import Waker
 
 OnExit = Callable[[int, int], None]
 """Called with pid and exit code (-N for signal N) once a process is reaped, from any thread."""
+
+GROUP_EVERY = 0.05
+"""Seconds between two looks whether a process group has ended, whose first process has."""
 
 SWEEP_EVERY = 10.0
 """Seconds between reapings of dead processes that workers left behind; twice that if their session is unknown."""
@@ -52,6 +55,8 @@ class ExecProcesses:
         self._on_exit = on_exit
         self._lock = threading.Lock()
         self._running: dict[int, Child] = {}  # by pid
+        self._grouped: set[int] = set()  # those that end with their process group
+        self._outlived: dict[int, Child] = {}  # those of them that have ended before it
         self._selector = selectors.DefaultSelector()
         self._waker = Waker()
         self._selector.register(self._waker, selectors.EVENT_READ, None)
@@ -104,15 +109,23 @@ class ExecProcesses:
         return child.pid
 
     def signal(self, pid: int, number: int) -> None:
-        """Signal a process, if it has not been reaped."""
+        """Signal a process, if it has not been reaped, and the process group that it ends with."""
         with self._lock:
-            if pid in self._running:
+            if pid in self._grouped:
+                os.killpg(pid, number)
+            elif pid in self._running:
                 self._running[pid].signal(number)
 
-    def signal_group(self, pid: int, number: int) -> None:
-        """Signal a process and the rest of its process group, if it has not been reaped."""
+    def signal_group(self, pid: int, number: int, *, until_last: bool = False) -> None:
+        """Signal a process and the rest of its process group, if it has not been reaped.
+
+        Args:
+            until_last: whether its end is reported once all processes of the group have ended.
+        """
         with self._lock:
             if pid in self._running:
+                if until_last:
+                    self._grouped.add(pid)
                 os.killpg(pid, number)  # each leads a session, and its number stays reserved until it is reaped
 
     def close(self) -> None:
@@ -131,20 +144,32 @@ class ExecProcesses:
     def _reap(self) -> None:
         swept = time.monotonic()
         while not self._closed:
-            for key, _ in self._selector.select(SWEEP_EVERY):
+            for key, _ in self._selector.select(GROUP_EVERY if self._outlived else SWEEP_EVERY):
                 if key.data is None:
                     self._waker.clear()
                     continue
                 child: Child = key.data
                 with self._lock:
-                    del self._running[child.pid]
                     self._selector.unregister(child)
-                child.reap()
-                self._on_exit(child.pid, UNKNOWN if child.exit_code is None else child.exit_code)
+                    if child.pid in self._grouped:
+                        self._outlived[child.pid] = child
+                        continue
+                self._ended(child)
+            for pid, child in list(self._outlived.items()):
+                if not has_group(pid):
+                    self._ended(child)
             if time.monotonic() >= swept + SWEEP_EVERY:
                 swept = time.monotonic()
                 with self._lock, suppress(OSError):  # no descriptor is left: retried next time
                     self._sweep()
+
+    def _ended(self, child: Child) -> None:
+        with self._lock:
+            del self._running[child.pid]
+            self._grouped.discard(child.pid)
+            self._outlived.pop(child.pid, None)
+        child.reap()
+        self._on_exit(child.pid, UNKNOWN if child.exit_code is None else child.exit_code)
 
     def _sweep(self) -> None:
         """Reap orphans; unknown ones only if they were unclaimed the last time, too: other code may soon reap them."""
@@ -163,6 +188,15 @@ def heeds(pid: int, number: int) -> bool:
 def ignores(pid: int, number: int) -> bool:
     """Whether a signal would have no effect on a process."""
     return _in_mask("SigIgn", pid, number) or (number in _HARMLESS and not catches(pid, number))
+
+
+def wraps(pid: int) -> bool:
+    """Whether a process seems to be a shell that a script runs in: it is not Python, and SIGTERM simply ends it."""
+    try:
+        program = os.path.basename(os.readlink(f"/proc/{pid}/exe"))
+    except OSError:
+        return False
+    return not program.startswith("python") and not heeds(pid, signal.SIGTERM)
 
 
 def catches(pid: int, number: int) -> bool:

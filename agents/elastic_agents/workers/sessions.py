@@ -84,6 +84,19 @@ def empty_sessions(sids: set[int]) -> set[int]:
     return empty
 
 
+def has_group(pid: int) -> bool:
+    """Whether a process of the group of a session's leader runs, other than resource trackers."""
+    with suppress(OSError):  # no descriptor or memory is left
+        return any(_group_of(member) == pid for member in session_members({pid}))
+    return True
+
+
+def _group_of(pid: int) -> int | None:
+    with suppress(OSError):
+        return os.getpgid(pid)
+    return None
+
+
 def reap_orphans(sids: set[int]) -> None:
     """Reap dead processes of the given sessions that have become children of this process (if it is a subreaper).
 
