@@ -41,11 +41,12 @@ class LiveLedger:
             if event.tone:
                 self._marked.append((now, event))
             self._last = None
-            if not isinstance(event, FirstStep) or not self._chronicle.leads:
+            if not isinstance(event, FirstStep):
                 return []
             over = [x for x in build(self._chronicle).incidents if 0 < x.next_round <= event.round]
+            # Those that end while another host leads are returned there.
             told, self._told = self._told, max(self._told, len(over))
-            return over[told:]
+            return over[told:] if self._chronicle.leads else []
 
     @property
     def since(self) -> float:
