@@ -51,6 +51,7 @@ class VotingBackend(ElectedBackend):
         config = self._config
         endpoint, listener = self._bind()
         with contextlib.ExitStack() as undo:
+            undo.callback(self._forget)
             if endpoint is not None and listener is not None:
                 undo.callback(listener.close)
                 self._own = self._voter(endpoint)
@@ -62,7 +63,9 @@ class VotingBackend(ElectedBackend):
             if listener is not None:
                 alone = Misfit("alone", ours=",".join(map(str, config.endpoints)))
                 self._server = VoterServer(listener, self._key, self._majority.vote, alone)
+                undo.callback(self._server.close)
                 self._server.start()
+            address = super().open()
             undo.pop_all()
         names = counted(len(config.endpoints), "host")
         if endpoint is not None:
@@ -72,7 +75,10 @@ class VotingBackend(ElectedBackend):
             _log.info(
                 "this node is not one of the %s that keep the run's record together, so it never leads%s", names, why
             )
-        return super().open()
+        return address
+
+    def _forget(self) -> None:
+        self._own = self._majority = self._server = None
 
     def find_leader(self, timeout: float) -> FoundLeader:
         found = super().find_leader(timeout)
