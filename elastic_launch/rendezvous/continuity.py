@@ -66,11 +66,13 @@ class SpoiledError(Exception):
 
     Args:
         cause: what it holds instead. A joining node fails with it if the value stays.
+        later: whether it seems to be of a run that has begun, under the same id, after the end of this one.
     """
 
-    def __init__(self, cause: RendezvousError) -> None:
+    def __init__(self, cause: RendezvousError, *, later: bool = False) -> None:
         super().__init__(cause.message)
         self.cause = cause
+        self.later = later
 
 
 class Continuity:
@@ -107,7 +109,8 @@ class Continuity:
         if newest is not None and record.run != newest.run and record.end is None and not self._begun:
             self.forget()  # two runs began at once, and this node's has formed no round yet
         elif newest is not None and not _continues(record, newest):
-            raise SpoiledError(ProtocolError("The control record is of another run, or an old one of this run."))
+            other = ProtocolError("The control record is of another run, or an old one of this run.")
+            raise SpoiledError(other, later=record.run != newest.run and record.first_term > newest.term)
         self._believe(record)
         return record
 

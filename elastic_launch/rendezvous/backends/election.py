@@ -202,7 +202,10 @@ class ElectedBackend:
         dead_after = self._config.timing.dead_after
         leader_term = self._leader_term if newest.leader.incarnation == self._incarnation else None
         led = leader_term is not None and now - leader_term.claim.sure <= dead_after
-        if takeover is None or not self.may_lead or not (led or now - self._spoiled_at >= dead_after):
+        # A node that was frozen until its run had ended must not take the next one's record. If this run has not ended,
+        # its leader repairs the record.
+        waits = spoiled.later or now - self._spoiled_at < dead_after
+        if takeover is None or not self.may_lead or (waits and not led):
             return found_by(newest)
         self._check_same(newest)
         following = self._following(repairing(newest, None if led else random.SystemRandom()))
