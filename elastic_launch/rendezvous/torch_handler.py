@@ -89,6 +89,10 @@ class _NoEvents:
         return
 
 
+_TORCHRUN_COUNTS = 2**31 - 1
+"""Restarts of a run whose nodes count their own: torchrun's agent leaves once it has none left."""
+
+
 class TorchrunHandler(_Handler):
     """One node's membership, for torchrun's agent.
 
@@ -112,7 +116,7 @@ class TorchrunHandler(_Handler):
         endpoints = _endpoints(params, backend)
         config = LaunchConfig(
             command=Command((), ("torchrun",)),
-            limits=Limits(params.min_nodes, params.max_nodes),
+            limits=Limits(params.min_nodes, params.max_nodes, max_restarts=_TORCHRUN_COUNTS),
             run_id=params.run_id,
             backend=backend,
             endpoint=endpoints[0] if endpoints else None,
