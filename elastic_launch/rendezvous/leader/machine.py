@@ -80,6 +80,7 @@ class LeaderMachine:
         self._consider = self._rounds.consider
         self._owners: dict[int, str] = {}
         self._command, self._hosted = command, hosted
+        state.host = record.leader.node_id if hosted else ""
         self._awake = now
         self._arrivals = 0
         self._incarnations: dict[str, list[str]] = {}
@@ -379,7 +380,10 @@ class LeaderMachine:
         """Whether a newer incarnation of the node id has joined."""
         seen = self._incarnations.setdefault(hello.node_id, [])
         if hello.incarnation not in seen:
-            seen.append(hello.incarnation)
+            # One that was frozen under an earlier leader has seen less than the one that has taken its place.
+            known = self.nodes.find(hello.node_id)
+            frozen = known is not None and hello.seen_term > 0 and _seen(hello) < _seen(known.hello)
+            seen.insert(0 if frozen else len(seen), hello.incarnation)
         return hello.incarnation != seen[-1]
 
     def _is_of_another_run(self, hello: m.NodeHello) -> bool:
@@ -512,3 +516,8 @@ class LeaderMachine:
         """The node at the other end of a link."""
         node = self.nodes.find(self._owners.get(link, ""))
         return node if node is not None and node.link == link else None
+
+
+def _seen(hello: m.NodeHello) -> tuple[int, int]:
+    """Return the last term and round that a node knows of."""
+    return hello.seen_term, hello.seen_round

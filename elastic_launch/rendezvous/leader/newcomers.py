@@ -19,27 +19,29 @@ from elastic_launch.rendezvous.record import Round
 
 
 def newcomers_failures(
-    formed: Round, nodes: Mapping[str, Node], failures: Sequence[tuple[float, Failure]], *, counts: bool
+    formed: Round, nodes: Mapping[str, Node], failures: Sequence[tuple[float, Failure]], *, counts: bool, host: str = ""
 ) -> dict[str, Failure]:
     """Return the newcomers of a broken round that caused its end, each with its failure; empty if others did, too.
 
     Args:
         failures: each with the leader's time of receipt.
         counts: whether the script reports its steps; else it is believed to train once it has run for long.
+        host: the node without which the run cannot go on: what it cannot do fails the run.
     """
     members = {member.node_id: nodes.get(member.node_id) for member in formed.members}
     veterans = {node_id for node_id, node in members.items() if node is not None and node.veteran}
     trained = {node_id for node_id, node in members.items() if node is not None and node.trained}
     if not veterans:
         return {}
+    stay = veterans | trained | {host}
     found: dict[str, list[tuple[float, Failure]]] = {}
     for at, failure in failures:
         if failure.alike:
-            for node_id in _apart(formed, veterans, failure.alike):
+            for node_id in {*_apart(formed, veterans, failure.alike)} - {host}:
                 found.setdefault(node_id, []).append((at, failure))
         elif is_own(failure):
             runs = not counts and failure.ran >= LONG
-            if failure.node_id in veterans | trained or (failure.trained or 0) > 0 or runs:
+            if failure.node_id in stay or (failure.trained or 0) > 0 or runs:
                 return {}
             found.setdefault(failure.node_id, []).append((at, failure))
     chosen: dict[str, Failure] = {}

@@ -152,7 +152,7 @@ class Rounds:
         """Handle that a newcomer's worker, started ahead of a place, would fail again in a round."""
         if node.leaving or node.active:
             return
-        if self._state.has_trained and not node.trained:
+        if self._state.has_trained and self._state.is_newcomer(node):
             self._leave_out(node, failure, now)
         else:
             node.importing = False
@@ -161,7 +161,7 @@ class Rounds:
         """Handle that a node's workers could begin at once, with these arguments if they are known."""
         node.importing = False
         differs = difference(node.hello.node_id, arguments, self._state.arguments)
-        if differs and self._state.has_trained and not (node.trained or node.active or node.leaving):
+        if differs and self._state.has_trained and self._state.is_newcomer(node) and not (node.active or node.leaving):
             self._state.leave_out(node, ExitCode.DO_NOT_RETRY, differs, None, now)
 
     def _leave_out(self, node: Node, failure: Failure, now: float) -> None:
@@ -173,7 +173,7 @@ class Rounds:
         if broken.imposed is not None or not self._state.nodes.count(MEMBER | VETERAN):
             return False
         state, counts = self._state, broken.begun is not None or self._state.budget.best is not None
-        found = newcomers_failures(state.record.round, state.nodes, broken.failures, counts=counts)
+        found = newcomers_failures(state.record.round, state.nodes, broken.failures, counts=counts, host=state.host)
         if not found:
             return self._leave_out_ended(broken, now)
         broken.imposed = Kind.MEMBERSHIP
@@ -188,7 +188,7 @@ class Rounds:
     def _leave_out_ended(self, broken: Broken, now: float) -> bool:
         """If a round broke only because workers of newcomers had ended with 0, leave these out; return whether."""
         members = self._state.nodes.where(MEMBER)
-        ended = [node for node in members if node.done and not (node.trained or node.veteran)]
+        ended = [node for node in members if node.done and self._state.is_newcomer(node) and not node.veteran]
         others = [node for node in members if node not in ended]
         fails = any(is_own(failure) or failure.alike for _, failure in broken.failures)
         if fails or not broken.failures or not ended or not any(node.veteran for node in others):

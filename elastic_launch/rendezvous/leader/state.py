@@ -77,6 +77,7 @@ class LeaderState:
         first_round: the first that this leader has formed; 0: none yet.
         gone: members of the current round that have gone after all their workers had finished: incarnations by node id.
         departing: whether this leader's own node leaves.
+        host: the node without which the run cannot go on, since no other one can lead; empty if there is none.
         exclusion: which nodes are left out because of their faults.
         refusals: which hosts are left out because their nodes could not do what the others do.
         arguments: those of the run's workers, as in :class:`elastic_launch.rendezvous.wire.messages.NodeReady`.
@@ -101,6 +102,7 @@ class LeaderState:
             self.owed.add("")  # unknown members may still connect, for as long as any other owed member
         self.gone: dict[str, str] = {}
         self.departing = False
+        self.host = ""
         self.exclusion = Exclusion(record.faulty, now)
         self.refusals = Refusals(record.refused, record.closed_by, now)
         self.arguments = ""
@@ -191,6 +193,10 @@ class LeaderState:
         if not node.trained:
             node.trained = True
             self.refusals.trains(node.host)
+
+    def is_newcomer(self, node: Node) -> bool:
+        """Whether a node has completed no step in this run, which can also go on without it."""
+        return not node.trained and node.hello.node_id != self.host
 
     def waits_why(self, node: Node, now: float) -> Outside | AdmissionClosed | None:
         """Why a newcomer is left out for now; None if it is not."""
