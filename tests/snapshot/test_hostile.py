@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -216,8 +217,8 @@ def test_a_forged_size_or_checksum(key: str, value: Any, info: CheckpointInfo) -
 
 def test_a_manifest_or_state_too_large_to_read(info: CheckpointInfo) -> None:
     manifest = (info.path / "manifest.json").read_bytes()
-    (info.path / "manifest.json").write_bytes(manifest + b" " * 2**20)
-    check_skipped(info, "manifest.json exceeds 1048576 bytes")
+    (info.path / "manifest.json").write_bytes(manifest + b" " * 2**24)
+    check_skipped(info, "manifest.json exceeds 16777216 bytes")
     (info.path / "manifest.json").write_bytes(manifest)
     os.truncate(info.path / "state.json", 2**26 + 1)
     forge(info.path)
@@ -389,6 +390,37 @@ def test_a_caller_may_refuse_to_skip(info: CheckpointInfo) -> None:
     (info.path / "tensors.safetensors").write_bytes(b"")
     with pytest.raises(DamagedCheckpointError):
         newest(info.path.parent, refuse)
+
+
+def test_a_manifest_has_room_for_the_names_of_many_parameters(tmp_path: Path) -> None:
+    orders = {"optimizer": [[f"model.layers.{number}.mlp.experts.gate_proj.weight" for number in range(50_000)]]}
+    write(tmp_path, state_of(1), step=1, round=0, meta={"orders": orders})
+    loaded = newest(tmp_path)
+    assert loaded is not None
+    assert loaded.info.meta == {"orders": orders}
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "tensors.safetensors"])
+def test_no_older_state_takes_the_place_of_one_that_cannot_be_read(
+    info: CheckpointInfo, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such an error may pass. One of an older checkpoint is skipped."""
+    original = os.open
+    failing = info.path
+
+    def opens(path: Any, *args: Any, **options: Any) -> int:
+        if os.path.basename(os.fspath(path)) == name and Path(path).parent.name == failing.name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), os.fspath(path))
+        return original(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", opens)
+    with pytest.raises(CheckpointReadError, match=f"Could not read {info.path}: Input/output error") as raised:
+        newest(info.path.parent)
+    assert type(raised.value) is CheckpointReadError
+    failing = next(found.path for found in find(info.path.parent, lambda error: None) if found.path != info.path)
+    loaded = newest(info.path.parent)
+    assert loaded is not None
+    assert loaded.info.path == info.path
 
 
 def test_without_a_valid_checkpoint_none_is_found(info: CheckpointInfo) -> None:

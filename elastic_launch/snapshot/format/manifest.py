@@ -37,7 +37,7 @@ WRITING, REMOVING, SHARE = ".writing-", ".removing-", ".share-"
 MAX_SHARES = 256
 """Maximum number of tensor files, so that a manifest has room for them."""
 
-MAX_MANIFEST_BYTES = 1024 * 1024
+MAX_MANIFEST_BYTES = 16 * 1024 * 1024  # it names each of an optimizer's parameters
 MAX_STATE_BYTES = 64 * 1024 * 1024
 
 _NUMBER = r"(0|[1-9][0-9]{0,17})"

@@ -11,7 +11,13 @@ from typing import Any
 
 import torch
 
-from elastic_launch.snapshot.errors import CheckpointGoneError, CheckpointReadError, MalformedError
+from elastic_launch.snapshot.errors import (
+    CheckpointGoneError,
+    CheckpointReadError,
+    DamagedCheckpointError,
+    ForeignCheckpointError,
+    MalformedError,
+)
 from elastic_launch.snapshot.format import distributed, tree
 from elastic_launch.snapshot.format import tensor_file as tensorfile
 from elastic_launch.snapshot.format.files import check_sum, read_at, sum_of
@@ -34,6 +40,9 @@ Parts = Callable[[CheckpointInfo], Collection[str]]
 
 Taking = Callable[[Mapping[str, Any]], tree.Take | None]
 """Returns, for a checkpoint's meta, what is kept of each tensor, which is in mapped memory; None: all of each."""
+
+_LASTING = DamagedCheckpointError, ForeignCheckpointError
+"""Errors of a checkpoint that another attempt would meet, too."""
 
 _Read = Callable[[int, Collection[str] | None], dict[str, torch.Tensor]]
 
@@ -101,13 +110,25 @@ def newest(
 
     Args:
         directory: a directory, which need not exist, or a URL.
-        on_damaged: called once with the error of each checkpoint that is skipped; it may raise to refuse that.
+        on_damaged: called once with the error of each checkpoint that is skipped, since it is damaged or foreign, or
+            cannot be read and seems to be older than the one that is returned; it may raise to refuse that.
         above: consider only checkpoints newer than this (round, step).
         epoch: consider only checkpoints of the training that took the location as this one; see ``lineage``.
         step: consider only checkpoints of this step.
         parts, taking: as for :func:`load`.
+
+    Raises:
+        CheckpointReadError: if the location, or what may be the newest checkpoint, cannot be read: that may pass, and
+            an older state must not take its place.
     """
     told: set[Place] = set()
+    unread: list[CheckpointReadError] = []
+
+    def look(error: CheckpointReadError) -> None:
+        if isinstance(error, _LASTING):
+            skip(error)
+        else:
+            unread.append(error)
 
     def skip(error: CheckpointReadError) -> None:
         if error.path not in told and (step is None or step == (parse_name(error.path.name) or [step])[0]):
@@ -118,16 +139,22 @@ def newest(
 
     gone: CheckpointGoneError | None = None
     for _ in range(SCANS):
+        unread.clear()
         try:
-            found = find(directory, skip)
+            found = find(directory, look)
             found = [x for x in found if above is None or (x.round, x.step) > above]
             found = [x for x in found if epoch in (None, order_of(x)[0])]
-            for info in [x for x in found if step in (None, x.step)]:
+            wanted = [x for x in found if step in (None, x.step)]
+            least = max(above or (-1, -1), *((x.round, x.step) for x in wanted[:1]))
+            for error in unread:
+                numbers = parse_name(error.path.name)
+                if numbers is not None and numbers[::-1] > least and step in (None, numbers[0]):
+                    raise error
+                skip(error)
+            for info in wanted:
                 try:
                     return load(info, parts, taking)
-                except CheckpointGoneError:
-                    raise
-                except CheckpointReadError as error:
+                except _LASTING as error:
                     skip(error)
             return None
         except CheckpointGoneError as error:

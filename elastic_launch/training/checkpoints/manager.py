@@ -577,7 +577,7 @@ def _read(where: Place, above: tuple[int, int] | None, taking: Taking, *, begins
         else:
             epoch = None if above is None else taken
             loaded = snapshot.newest(where, damaged.append, above=above, epoch=epoch, taking=taking)
-            if all(isinstance(x, snapshot.DamagedCheckpointError | snapshot.ForeignCheckpointError) for x in damaged):
+            if loaded is None:
                 for error in damaged:
                     error.add_note(FINAL_NOTE)  # a restart would read the same, unless the storage has failed
         taken = max(taken, (epoch_of(loaded.info.meta) or 0) if loaded is not None else 0)
