@@ -182,6 +182,38 @@ def saved(tmp_path: Path, state: Any) -> Path:
     return tmp_path / "theirs"
 
 
+def test_models_of_the_same_names_get_their_own_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Such as a model, its average and a teacher."""
+
+    def valued(value: float) -> nn.Linear:
+        layer = nn.Linear(2, 1, bias=False)
+        nn.init.constant_(layer.weight, value)
+        return layer
+
+    def begun(state: dict[str, float], *, teacher: bool = True) -> list[float]:
+        where = tmp_path / "-".join(state)
+        dcp.save({name: valued(value).state_dict() for name, value in state.items()}, checkpoint_id=where)
+        model, other = valued(0.0), valued(0.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        saving = el.Checkpoint(tmp_path / f"own-{where.name}", start_from=where, weights_only=True)
+        with el.session() as run:
+            if teacher:
+                run.register("teacher", other)
+            loader = el.ElasticLoader(torch.ones(8, 2), el.GlobalBatch(8, 8))
+            for step in run.steps(loader, model, optimizer, until="1ba", checkpoint=saving):
+                for x in step:
+                    step.backward(step.model(x).mean())
+                step.update()
+        return [layer.weight[0, 0].item() for layer in (model, other)]
+
+    assert begun({"model": 1, "ema": -7, "teacher": 5}) == [1, 5]
+    with pytest.raises(UsageError, match="has no teacher, which this script has"):
+        begun({"net": 2})
+    assert begun({"net": 2, "teacher": 3}) == [2, 3]
+    with pytest.raises(UsageError, match=r"has the weights of model several times: under ema\., net\."):
+        begun({"net": 2, "ema": -7}, teacher=False)
+
+
 def test_what_does_not_fit_is_one_error(tmp_path: Path) -> None:
     model, optimizer = stepped()
     weights = model.state_dict()

@@ -95,12 +95,16 @@ class _Parts:
         self._where, self._tensors, self._load = where, tensors, read
         self._all: dict[str, StoredTensor | Blob] = {**values, **tensors}
         self.used: set[Blob] = set()
+        self._taken: set[str] = set()  # prefixes of the models' weights
 
     def all_of(
         self, parts: Mapping[str, Any], orders: Mapping[str, list[list[str]]]
     ) -> Iterator[tuple[str, dict[str, Any]]]:
         models = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
-        found = {name: self._weights(list(part.state_dict())) for name, part in models.items()}
+        trained_first = sorted(models, key=lambda name: name.partition(".")[0] != "model")
+        found = {
+            name: self._weights(name, list(models[name].state_dict()), {*models} - {name}) for name in trained_first
+        }
         if not any(found.values()):
             has = ", ".join(map(repr, list(self._tensors)[:_SHOWN])) or "no tensors"
             raise UsageError(
@@ -113,13 +117,27 @@ class _Parts:
             if isinstance(part, torch.optim.Optimizer) and (state := self._optimizer(name, part, orders[name])):
                 yield name, state
 
-    def _weights(self, names: list[str]) -> dict[str, StoredTensor | Blob]:
-        """Return what a model with these names loads: what has them, after a common prefix, and what it lacks."""
+    def _weights(self, part: str, names: list[str], others: Collection[str]) -> dict[str, StoredTensor | Blob]:
+        """Return what a model with these names loads: what has them, after a common prefix, and what it lacks.
+
+        Several models may have the same names, such as one and its average: ``others`` are the other parts.
+        """
         known = set(names)
         prefixes = Counter(prefix for key in self._all for prefix, rest in _cuts(key) if rest in known)
+        for prefix in [x for x in prefixes if x in self._taken or _last(x) in map(_last, others)]:
+            del prefixes[prefix]
         if not prefixes:
             return {}
-        prefix = min(prefixes, key=lambda prefix: (-prefixes[prefix], len(prefix), prefix))
+        best = [prefix for prefix, count in prefixes.items() if count == max(prefixes.values())]
+        own = [prefix for prefix in best if _last(prefix) == _last(part)]
+        if len(among := own or best) > 1 and "" not in among:
+            raise UsageError(
+                f"The checkpoint {self._where} has the weights of {part} several times: under "
+                f"{', '.join(sorted(among))}.",
+                "Register the model by one of these names, or load it in the script with torch.distributed.checkpoint.",
+            )
+        prefix = min(among, key=len)
+        self._taken.add(prefix)
         found = {name: self._all[prefix + name] for name in names if prefix + name in self._all}
         self._use(found.values())
         # A model that has more, such as further layers, is another one.
@@ -187,6 +205,11 @@ def _cuts(key: str) -> Iterator[tuple[str, str]]:
         at = key.find(".", at) + 1
         if not at:
             return
+
+
+def _last(prefix: str) -> str:
+    """Return the last part of a prefix, or of a part's name."""
+    return prefix.rstrip(".").rpartition(".")[2]
 
 
 class _Files(ExitStack):
