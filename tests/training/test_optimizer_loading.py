@@ -155,3 +155,31 @@ def test_what_torch_cannot_write_to_is_replaced() -> None:
     load_optimizer(optimizer, saved)
     for number, state in enumerate(optimizer.state.values()):
         assert torch.equal(state["momentum_buffer"], saved["state"][number]["momentum_buffer"])
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "fused AdamW"])
+def test_a_new_optimizer_gets_states_with_the_strides_of_its_parameters(name: str) -> None:
+    """A saved state has none, and fused optimizers read states, parameters and gradients in the order of memory."""
+
+    def made() -> torch.optim.Optimizer:
+        values = torch.arange(24.0).view(2, 3, 2, 2).to(memory_format=torch.channels_last)
+        return OPTIMIZERS[name]([nn.Parameter(values)])
+
+    def go(optimizer: torch.optim.Optimizer) -> None:
+        (parameter,) = optimizer.param_groups[0]["params"]
+        parameter.grad = torch.arange(24.0).view(2, 3, 2, 2).to(memory_format=torch.channels_last)
+        optimizer.step()
+
+    expected, resumed = made(), made()
+    go(expected)
+    saved = deepcopy(expected.state_dict())
+    for key, value in saved["state"][0].items():
+        saved["state"][0][key] = value.contiguous() if isinstance(value, torch.Tensor) else value
+    with torch.no_grad():
+        resumed.param_groups[0]["params"][0].copy_(expected.param_groups[0]["params"][0])
+    load_optimizer(resumed, saved)
+    go(expected)
+    go(resumed)
+    one, other = tensors(expected), tensors(resumed)
+    assert {key: value.stride() for key, value in other.items()} == {key: value.stride() for key, value in one.items()}
+    assert torch.equal(resumed.param_groups[0]["params"][0], expected.param_groups[0]["params"][0])

@@ -39,6 +39,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -
             was = there.get(key)
             if isinstance(value, Tensor) and isinstance(was, Tensor) and value.dtype != was.dtype:
                 value = was.to(value.device, copy=True)
+            if type(value) is Tensor and value.shape == parameter.shape and value.stride() != parameter.stride():
+                # A state has no strides, and fused optimizers go through memory: an optimizer makes its own like this.
+                value = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
             found[key] = _into(before.get(parameter, {}).get(key), value, written)
     for then, group in zip(options, optimizer.param_groups, strict=True):
         group.update({key: _into(then.get(key), value, written) for key, value in group.items() if key != "params"})
