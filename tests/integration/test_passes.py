@@ -114,10 +114,12 @@ def test_the_world_may_shrink_between_two_passes(job: Job, alone: dict[str, Any]
 
 
 @pytest.mark.slow
-def test_in_default_mode_too_the_step_is_completed(job: Job) -> None:
-    alone = undisturbed(job.directory / "alone", "--default")
+@pytest.mark.parametrize("freeze", [[], ["--freeze"]])
+def test_in_default_mode_too_the_step_is_completed(job: Job, freeze: list[str]) -> None:
+    """With other trained parameters the losses of a pass go with the gradients of those before."""
+    alone = undisturbed(job.directory / "alone", "--default", *freeze)
     ends = ["--end", "1:1:5:between:kill", "--end", "2:0:10:second:kill"]
-    command = [SCRIPT, str(job.directory), "--default", *ends]
+    command = [SCRIPT, str(job.directory), "--default", *freeze, *ends]
     result = finished(job, job.launch("--standalone", "--nproc", "2", command=command))
     assert result["size"] == pytest.approx(alone["size"], rel=1e-4)
     assert result["losses"] == pytest.approx(alone["losses"], rel=1e-3)

@@ -338,6 +338,7 @@ class Gradients:
         if self._carried:
             self._reduction.send()
             table.unload(self._carrier.delivered())
+            self._carrier = self._reduction
         else:
             table.wait()
 
@@ -428,7 +429,8 @@ class Gradients:
 
     def give_up(self) -> None:
         """Undo the step after a failed exchange, once all others fail, too; these gradients are of no further use."""
-        self._reduction.give_up()
+        for each in (self._carrier, self._reduction):
+            each.give_up()
         self._undo()
         self.close()
 
