@@ -70,6 +70,7 @@ class ShardSums:
         self._void = False  # whether the current pass counts nothing
         self._reduced = 0  # elements in the current pass
         self._used: set[int] = set()  # ids of the parameters that a micro-batch of this rank has used in the step
+        self._sums: dict[int, Any] = {}  # of the passes before, by the parameters' ids: the script may clear ``grad``
         self._outlives = outlives
         self._going_through = False
         self._goes_on_within = mesh is not None and mesh.tensor.size > 1
@@ -136,6 +137,7 @@ class ShardSums:
 
     def reset(self) -> None:
         """Drop the sums."""
+        self._sums.clear()
         for scatter in self._scatters:
             scatter.stacks.clear()
 
@@ -193,9 +195,22 @@ class ShardSums:
         if self._reduced != sum(_padded(p, self._shards) for _, p in trained):
             without = ", ".join(name for name, p in trained if p.grad is None)
             raise _partial(f", such as {without}" if without else "")
-        if self.exact and not self._last:
-            for _, parameter in trained:
+        for _, parameter in trained:
+            if not self.exact:
+                self._add(parameter)
+            elif not self._last:
                 parameter.grad = None  # zeros: the sums are in the tree
+
+    def _add(self, parameter: Any) -> None:
+        """Add the gradient of a pass to those before, and after the last one set it to the sum."""
+        gradient, before = parameter.grad, self._sums.pop(id(parameter), None)
+        if before is not None and gradient is not None:
+            local(before).add_(local(gradient))
+        gradient = gradient if before is None else before
+        if self._last:
+            parameter.grad = gradient
+        elif gradient is not None:
+            parameter.grad, self._sums[id(parameter)] = None, gradient
 
     def reduce(self, scatter: _Scatter, output: Tensor, given: Tensor, group: dist.ProcessGroup | None) -> None:
         """Reduce a group's gradients; called within the backward pass, with one shard for each rank."""
