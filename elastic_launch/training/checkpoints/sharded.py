@@ -74,16 +74,11 @@ class StateGatherer:
             if not self._keep:
                 return None
             kept = tensor.cpu()
-            self.own.add(kept.data_ptr())
+            # Where this rank has all of a tensor, it is the tensor that the training changes.
+            if kept.untyped_storage().data_ptr() != value.to_local().untyped_storage().data_ptr():
+                self.own.add(kept.data_ptr())
             return kept
-        if isinstance(value, dict):
-            found = type(value)()
-            for key, item in value.items():
-                found[key] = self._gathered(item)
-            return found
-        if isinstance(value, list):
-            return [self._gathered(item) for item in value]
-        return value
+        return _each(value, (), lambda item, _: self._gathered(item))
 
     def _of_zero(self, part: Any) -> Any:
         """Return the state of a ``ZeroRedundancyOptimizer``, of which each rank has some parameters' state.
