@@ -511,8 +511,7 @@ class Loop:
         if epochs.position(number).step_in_epoch == 0:
             epochs.check_lengths()
             self._close_batches()
-        if self._is_midway:
-            self._rounds.note_exchanges()
+        self._rounds.note_exchanges()  # what the script exchanges from now on, in the head, is its own
         assert self._gradients is not None
         self._gradients.reshard()  # an evaluation may have gathered parameters
         self._flips.begin(number, self.engine.world.round, self._gradients, self._optimizer)

@@ -24,7 +24,7 @@ from elastic_launch.training.live.peerless import PeerlessGroups
 from elastic_launch.training.live.timeout_watch import TimeoutWatch
 from elastic_launch.training.live.waits import Waits
 from elastic_launch.training.ranks.exchange import is_of_exchange, numbers_of_all
-from elastic_launch.training.ranks.mesh import ReplicaMesh, own_ranks
+from elastic_launch.training.ranks.mesh import ReplicaMesh, check_shape, own_ranks
 from elastic_launch.training.ranks.pace import Straggler
 from elastic_launch.training.ranks.place import take, wait_for_place
 from elastic_launch.training.ranks.same_arguments import OthersDifferError, check_same
@@ -151,6 +151,7 @@ class WorkerRounds:
         return self.mesh
 
     def _form_mesh(self, shard: int, tensor: int) -> ReplicaMesh:
+        check_shape(self.world, shard, tensor)
         untouched, kept = self.untouched, self.mesh is not None
         given = {"run.mesh(shard=, tensor=)": (shard, tensor)}
         check_same(self.world, given, self.link, goes_on=kept and not self.is_built_ahead)
@@ -380,7 +381,10 @@ class WorkerRounds:
         After a fault, a rank may end a step that others have ended already; it would wait for them in that exchange.
         """
         if self.lives and self._used() != self._noted:
-            _log.info("the script exchanges data between steps by itself: this process ends with its round")
+            _log.info(
+                "the script exchanges data between its micro-batches and steps by itself, or its optimizer does: this "
+                "process ends with its round"
+            )
             self.end_with_round()
 
     @property

@@ -417,8 +417,7 @@ class Transaction:
             )
         self._passes += 1
         self._open = True
-        if self._passes > 1:
-            self._rounds.check_exchanges()
+        self._rounds.check_exchanges()
         if self._left_out:
             drop_second_normal()  # as the micro-batches do on the other ranks
             return

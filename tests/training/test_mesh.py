@@ -101,6 +101,11 @@ def test_without_a_process_group_there_is_no_mesh(monkeypatch: pytest.MonkeyPatc
         run.mesh(shard=2)
 
 
+def test_a_shape_without_ranks_is_refused(run: Run) -> None:
+    with _refused(r"run.mesh\(shard=0, tensor=1\): a dimension has a whole number of ranks, 1 or more"):
+        run.mesh(shard=0)
+
+
 def test_a_run_has_one_shape_which_is_known_before_it_trains(run: Run) -> None:
     optimizer_of = torch.optim.SGD
     model = _model()

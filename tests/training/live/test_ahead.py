@@ -129,6 +129,16 @@ def exchanges_between(run: el.Run) -> None:
             dist.all_reduce(torch.ones(1))
 
 
+def exchanges_in_the_head(run: el.Run) -> None:
+    model = nn.Linear(4, 4)
+    loader = el.ElasticLoader(torch.randn(8, 4), el.GlobalBatch(8, 4))
+    for step in run.steps(loader, model, torch.optim.SGD(model.parameters(), 0.1), until="3ba"):
+        dist.all_reduce(torch.ones(1))
+        for x in step:
+            step.backward(step.model(x).square().mean())
+        step.update()
+
+
 def makes_a_group(run: el.Run) -> None:
     assert run.rank == 0
     torch.distributed.new_group([0])
@@ -151,6 +161,7 @@ def trains_twice(run: el.Run) -> None:
         (train, [True]),
         (exchanges_before, [False]),
         (exchanges_between, [True, False]),
+        (exchanges_in_the_head, [True, False]),
         (makes_a_group, [False]),
         (calls_a_function, [False]),
         (trains_twice, [True, False]),
