@@ -199,6 +199,7 @@ class Transaction:
         else:
             with kept(devices=True):
                 yield from self._samples_of_pass()
+            gradients.reshard()  # the script may have left parameters gathered, which are other objects
             if not self.too_large:
                 self._owner.positions.pass_ends(self.number, gradients.refuse_changes)
         self._pass.current = None

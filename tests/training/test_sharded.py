@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,10 +22,11 @@ import elastic_launch as el
 from elastic_launch.errors import UsageError
 from elastic_launch.snapshot import state_sha256
 from elastic_launch.snapshot.format import tree
+from elastic_launch.training.checkpoints.sharded import StateGatherer
 from elastic_launch.training.checkpoints.state import TrainingState
 from elastic_launch.training.gradients.sharded import clip, total_norm
 from elastic_launch.training.session import Run
-from elastic_launch.training.wrapped import ELEMENTWISE, check_elementwise, tensors_in
+from elastic_launch.training.wrapped import ELEMENTWISE, check_elementwise, local, tensors_in
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own: it uses torch.jit.script
@@ -320,3 +323,53 @@ def test_other_optimizers_are_refused_in_exact_mode() -> None:
         check_elementwise([torch.optim.LBFGS([parameter])])
     with pytest.raises(UsageError, match=r"AdamW\(fused=True\) rounds the last elements"):
         check_elementwise([torch.optim.AdamW([parameter], fused=True)])
+
+
+def test_a_tensor_that_this_rank_has_whole_is_not_taken_for_a_copy(run: Run) -> None:
+    """A writer reads what was made for it while the training goes on."""
+    model = _model()
+    gatherer = StateGatherer(keep=True)
+    state = gatherer.state(model)
+    mine = {p.to_local().data_ptr() for p in model.parameters() if hasattr(p, "to_local")}
+    assert mine & {x.data_ptr() for x in state.values()}
+    assert not mine & gatherer.own
+
+
+def test_a_state_that_is_gathered_keeps_the_types_of_its_dicts(run: Run) -> None:
+    gatherer = StateGatherer(keep=True)
+    part = SimpleNamespace(state_dict=lambda: {"by name": defaultdict(list, a=[1])})
+    found = gatherer.state(part)
+    assert found == {"by name": {"a": [1]}}
+    assert found["by name"]["b"] == []
+    assert gatherer.state(_model())._metadata.keys() == _model().state_dict()._metadata.keys()
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_gradients_that_the_script_clears_before_each_micro_batch_count(run: Run, sharded: bool) -> None:
+    def weights(clear: Callable[[nn.Module], object]) -> list[Tensor]:
+        model = _model() if sharded else _model("none")
+        for step in run.steps(_loader(), model, torch.optim.SGD(model.parameters(), 0.1), until="3ba"):
+            for x, y in step:
+                clear(model)
+                step.backward(nn.functional.cross_entropy(step.model(x), y))
+            step.update()
+        return [local(p).detach() for p in model.parameters()]
+
+    expected = weights(lambda model: None)
+    for found in (weights(lambda model: model.zero_grad()), weights(lambda model: model.zero_grad(set_to_none=False))):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_model_may_be_gathered_at_the_end_of_a_step(run: Run, exact: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """By a forward pass without gradients, or because it is not resharded after the backward pass."""
+    model: Any = _model()
+    model.set_reshard_after_backward(False)
+    for step in run.steps(_loader(), model, torch.optim.SGD(model.parameters(), 0.1), until="3ba", exact=exact):
+        for x, y in step:
+            step.backward(nn.functional.cross_entropy(step.model(x), y))
+            with torch.no_grad():
+                step.model.eval()(x)
+                step.model.train()
+        step.update()
+    assert "changed" not in caplog.text
