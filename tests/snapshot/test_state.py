@@ -432,7 +432,7 @@ def test_more_json_than_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.M
         write(tmp_path, list(range(100)), step=1, round=0)
 
 
-@pytest.mark.parametrize("meta", [{"a": torch.ones(1)}, {"a": "x" * 2**20}, [1]])
+@pytest.mark.parametrize("meta", [{"a": torch.ones(1)}, {"a": "x" * 2**24}, [1]])
 def test_meta_that_does_not_fit_leaves_nothing_behind(meta: Any, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedStateError, match="meta"):
         write(tmp_path, {}, step=1, round=0, meta=meta)
