@@ -185,6 +185,47 @@ def test_a_restarted_agent_of_a_node_is_a_newcomer() -> None:
     assert (run.code, run.members) == (None, "a")
 
 
+def restarted_host() -> Run:
+    """A c10d run whose agent at the endpoint, node a, was started again; node b has trained under the one before."""
+    run = Run("1:2", hosted=True)
+    run.hello("a")
+    run.hello("b", trained=True, seen_run="before", seen_term=1, seen_round=5)
+    run.advance(2.1)
+    assert (run.number, run.members) == (6, "ab")
+    run.join("a", "b")
+    run.report("b", m.NodeReady(6, step=50))
+    return run
+
+
+def test_the_only_node_that_can_lead_is_never_left_out() -> None:
+    """The run would end with it. So what it cannot do is charged like any other failure."""
+    run = restarted_host()
+    fails(run, "a", ran=5.0)
+    assert not run.orders("a", m.LeftOut)
+    assert (run.code, run.number, run.record.restarts) == (None, 7, 1)
+
+    run = restarted_host()
+    fails(run, "b", kind="fatal", alike=(0, 1), alive=True, symptom="x")
+    assert not run.orders("a", m.LeftOut)
+    assert run.code == 93
+
+    run = restarted_host()
+    run.done("a")
+    fails(run, "b", **SYMPTOM)
+    assert not run.orders("a", m.LeftOut)
+
+
+def test_the_only_node_that_can_lead_is_not_left_out_ahead_of_a_place_either() -> None:
+    for report in (m.Unfit(hello_failure("a")), m.Imported('{"seed": "2"}')):
+        run = Run("1:2", hosted=True)
+        run.hello("b", trained=True, seen_run="before", seen_term=1, seen_round=5)
+        run.advance(2.1)
+        run.report("b", m.NodeReady(6, step=50, arguments='{"seed": "1"}'))
+        run.hello("a", importing=True)
+        run.report("a", report)
+        assert not run.orders("a", m.LeftOut)
+
+
 # Which failure counts.
 
 

@@ -37,8 +37,9 @@ def newcomers_failures(
     found: dict[str, list[tuple[float, Failure]]] = {}
     for at, failure in failures:
         if failure.alike:
-            for node_id in {*_apart(formed, veterans, failure.alike)} - {host}:
-                found.setdefault(node_id, []).append((at, failure))
+            for node_id in _apart(formed, veterans, failure.alike):
+                if node_id != host:
+                    found.setdefault(node_id, []).append((at, failure))
         elif is_own(failure):
             runs = not counts and failure.ran >= LONG
             if failure.node_id in stay or (failure.trained or 0) > 0 or runs:
