@@ -12,7 +12,7 @@ has a valid MAC if the run has a token, and neither its term nor its round has d
   run number ends its run, once the other has answered it (:mod:`elastic_launch.rendezvous.backends.rival`).
 - A member ignores a spoiled value and uses the newest record that it has seen. It repairs only a value that has stood
   for ``dead_after``, since a live leader would have replaced it, and only when it would take over from that record's
-  leader.
+  leader. It never repairs what seems to be a later run's record: it may have been frozen until its own run had ended.
 - A node that repairs skips as many terms and round numbers as :func:`repairing` draws, and forms no round for
   ``dead_after``; by then all live members have connected to it and reported what they know. So no term and no round
   number is used twice, the leader of a term that it did not know of is fenced like any other leader that was
@@ -110,7 +110,7 @@ class Continuity:
             self.forget()  # two runs began at once, and this node's has formed no round yet
         elif newest is not None and not _continues(record, newest):
             other = ProtocolError("The control record is of another run, or an old one of this run.")
-            raise SpoiledError(other, later=record.run != newest.run and record.first_term > newest.term)
+            raise SpoiledError(other, later=_is_later(record, newest))
         self._believe(record)
         return record
 
@@ -144,6 +144,11 @@ def _continues(record: ControlRecord, newest: ControlRecord) -> bool:
     return record.run == newest.run and _order(record) >= _order(newest)
 
 
+def _is_later(record: ControlRecord, newest: ControlRecord) -> bool:
+    """Whether a record seems to be of a run that began, under the same id, after the end of this one."""
+    return record.run != newest.run and record.first_term > newest.term
+
+
 def _order(record: ControlRecord) -> tuple[int, int]:
     return record.term, record.round.number
 
@@ -154,7 +159,8 @@ class Sight(Enum):
     - OWN: a value that it wrote itself.
     - SUCCEEDED: a record of its run with another leader.
     - RIVAL: a record of another run that has not ended.
-    - SPOILED: anything else.
+    - SPOILED: anything else, also a record that seems to be of a later run: a leader that has to take over again to
+      repair it does so only if it was not frozen.
     """
 
     OWN = "own"
@@ -200,7 +206,8 @@ class Claim:
         except (ProtocolError, RefusedError):
             return Sight.SPOILED
         if record.run != self.record.run:
-            return Sight.RIVAL if record.end is None else Sight.SPOILED
+            rival = record.end is None and not _is_later(record, self.record)
+            return Sight.RIVAL if rival else Sight.SPOILED
         # A term has two leaders only if an old record was put back as the term began; this leader yields.
         other = record.leader != self.record.leader
         return Sight.SUCCEEDED if record.term > self.record.term - other else Sight.SPOILED

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import elected_nodes
 import pytest
-from elected_nodes import PORT, TIMING, Nodes, View, backend_for
+from elected_nodes import PORT, TIMING, Nodes, Sink, View, backend_for
 from leader_run import failure
 
 from elastic_launch.config.launch_config import Limits
@@ -24,7 +24,7 @@ from elastic_launch.rendezvous.record import ControlRecord, End, Leader, Member,
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.seal import ValueSeal
 from elastic_launch.secret import Token
-from elastic_launch.testing import MemoryStore
+from elastic_launch.testing import FakeClock, MemoryStore
 
 TOKEN = Token("correct-horse-battery-staple", "test")
 SEAL = ValueSeal(TOKEN, "run")
@@ -104,6 +104,7 @@ def test_a_leader_recognizes_its_own_record_and_those_of_others(stored: bytes | 
     assert claim.look(SEAL.close(RECORD.encode())) is Sight.SPOILED
     assert claim.look(SEAL.close(replace(RECORD, term=4).encode())) is Sight.SUCCEEDED
     assert claim.look(SEAL.close(replace(OLD, end=None).encode())) is Sight.RIVAL
+    assert claim.look(SEAL.close(replace(OLD, end=None, first_term=4).encode())) is Sight.SPOILED
 
 
 # Real nodes.
@@ -362,3 +363,64 @@ def _settled(backend: ElectedBackend) -> FoundLeader:
         except StoreError:
             assert time.monotonic() < deadline
             time.sleep(TIMING.beat)
+
+
+def _later_run(record: ControlRecord) -> ControlRecord:
+    """The record of a run that has begun under the same id after the end of this one."""
+    leader, term = Leader("c", "c1", "127.0.0.1", 10), record.term + 2
+    begun = replace(record, term=term, leader=leader, round=Round(record.round.number + 2), first_term=term, run="0")
+    return begun.renewed()
+
+
+def _looks_for(seconds: float, backend: ElectedBackend, clock: FakeClock) -> None:
+    """A node looks for its leader, which is gone."""
+    for _ in range(int(seconds / 0.25)):
+        backend.unreachable(backend.find_leader(1.0), refused=True)
+        clock.advance(0.25)
+
+
+def test_a_node_that_was_frozen_until_its_run_had_ended_leaves_the_next_ones_record_alone() -> None:
+    store, sink, clock, limits = MemoryStore(), Sink(), FakeClock(1000.0), Limits(1, 4, 3)
+    config, _ = backend_for("t", store, sink, limits)
+    record = ControlRecord("none", config.digest(), 3, Leader("a", "a1", "127.0.0.1", 9), run="ffff", limits=limits)
+    record = record.renewed()
+    assert store.compare_and_set(None, record.encode(), 1)
+    with contextlib.closing(ElectedBackend(config, clock, sink, lambda: View(store))) as backend:
+        backend.open()
+        backend.find_leader(1.0)
+        backend.reached(m.Welcome(3, "t", 0.1, 2.5, run="ffff", leader="a1"))
+        backend.reached(m.Form(3, Round(7, _members("a", "t")), 0, "first"))
+        clock.advance(60.0)
+        later = _later_run(replace(record, round=Round(7)))
+        assert store.compare_and_set(record.encode(), later.encode(), 1)
+        _looks_for(4 * TIMING.dead_after, backend, clock)
+        assert store.load(1) == later.encode()
+        # What claims to be of a run that began before is a stranger's.
+        strange = replace(later, first_term=record.term).renewed()
+        assert store.compare_and_set(later.encode(), strange.encode(), 1)
+        _looks_for(4 * TIMING.dead_after, backend, clock)
+        assert [event.node for event in sink.seen if isinstance(event, LeaderElected)] == ["t"]
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_leader_that_was_frozen_until_its_run_had_ended_does_so_too(frozen: bool) -> None:
+    store, sink, clock, limits = MemoryStore(), Sink(), FakeClock(1000.0), Limits(1, 4, 3)
+    config, _ = backend_for("t", store, sink, limits)
+    with contextlib.closing(ElectedBackend(config, clock, sink, lambda: View(store))) as backend:
+        backend.open()
+        led = backend.find_leader(1.0).record
+        assert led is not None
+        backend.reached(m.Welcome(1, "t", 0.1, 2.5, run=led.run, leader=led.leader.incarnation))
+        backend.reached(m.Form(1, Round(1, _members("t")), 0, "first"))
+        leader_term = backend._leader_term
+        assert leader_term is not None
+        leader_term._stop.set()  # its watch would look again before the clock shows that it was frozen
+        leader_term._thread.join(10)
+        if frozen:
+            clock.advance(60.0)
+        later, stored = _later_run(led), store.load(1)
+        assert store.compare_and_set(stored, later.encode(), 1)
+        assert not leader_term._judge(store.load(1))
+        leader_term.service.close(5)
+        _looks_for(4 * TIMING.dead_after, backend, clock)
+        assert (store.load(1) == later.encode()) == frozen
