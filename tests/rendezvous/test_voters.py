@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from harness import free_port, wait_for
@@ -17,7 +18,7 @@ from harness import free_port, wait_for
 from elastic_launch.clock import MonotonicClock
 from elastic_launch.config.endpoints import Endpoint, parse_voters
 from elastic_launch.config.launch_config import Command, LaunchConfig
-from elastic_launch.errors import EndpointError, RecordTooLargeError, StoreError, UsageError
+from elastic_launch.errors import EndpointError, RecordTooLargeError, StoreError, UnresolvedError, UsageError
 from elastic_launch.events.facts import Misfit
 from elastic_launch.rendezvous.backends.voting import VotingBackend
 from elastic_launch.rendezvous.stores import majority
@@ -363,3 +364,36 @@ def test_a_host_is_the_voter_of_its_name_rather_than_of_its_address(monkeypatch:
     assert listener is not None
     listener.close()
     assert endpoint == endpoints[1]
+
+
+def test_a_node_that_waits_for_the_voters_names_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It opens its backend again, several times a second, until one of the names resolves."""
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: _raise(socket.gaierror(-2, "unknown")))
+    endpoints = tuple(Endpoint(f"voter{number}.invalid", 29400) for number in range(3))
+    config = LaunchConfig(Command(("python",), ("train.py",)), run_id="run", endpoint=endpoints[0], endpoints=endpoints)
+    before = {*threading.enumerate()}
+    with contextlib.closing(VotingBackend(config, MonotonicClock(), lambda event: None)) as backend:
+        for _ in range(3):
+            with pytest.raises(UnresolvedError):
+                backend.open()
+            assert {*threading.enumerate()} <= before
+
+
+def test_a_voter_that_cannot_open_lets_its_port_and_its_file_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoints = tuple(Endpoint("127.0.0.1", free_port()) for _ in range(3))
+    command = Command(("python",), ("train.py",))
+    config = LaunchConfig(command, run_id="run", endpoint=endpoints[0], endpoints=endpoints, log_dir=tmp_path)
+    backend = VotingBackend(config, MonotonicClock(), lambda event: None)
+    with contextlib.closing(backend):
+        with monkeypatch.context() as fails:
+            fails.setattr(backend, "_advertised", lambda: _raise(UnresolvedError("not yet.")))
+            for _ in range(2):
+                with pytest.raises(UnresolvedError):
+                    backend.open()
+        backend.open()
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
