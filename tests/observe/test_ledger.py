@@ -384,6 +384,35 @@ def test_a_node_that_does_not_lead_reports_nothing() -> None:
     assert live.summary(3) == ""
 
 
+def test_a_new_leader_reports_only_the_incidents_that_end_under_it() -> None:
+    """The leader before has counted the others in its metrics, spans and lines."""
+    clock = FakeClock(0.0)
+    live = LiveLedger(clock)
+    said: list[RoundIncident] = []
+
+    def tell(*events: ev.Event) -> None:
+        for event in events:
+            clock.advance(1.0)
+            said.extend(live.add(event))
+
+    def trains_and_breaks(number: int, term: int, cause: str) -> None:
+        tell(
+            ev.OrderReceived("form", number, term, cause, workers=1, world_size=1),
+            started(number),
+            begun(number, number),
+            ev.FirstStep(number, number + 1),
+            ev.OrderReceived("break", number, term, "rank 0 crashed", "crash"),
+            ev.RoundSteps(number, number, number + 1, 1.0),
+        )
+
+    trains_and_breaks(1, 1, "first")
+    trains_and_breaks(2, 1, "rank 0 crashed")
+    assert said == []
+    tell(ev.RoundFormed(3, 2, ("b",), 1, 1, "node a lost", 0.1))
+    trains_and_breaks(3, 2, "node a lost")
+    assert [incident.round for incident in said] == [2]
+
+
 def training_until(*more: tuple[float, ev.Event]) -> Ledger:
     """A round that trains a step each second from 5 s, after a first one of 2 s, and has not ended."""
     return ledger(*first_round()[:-1], *more)
