@@ -212,6 +212,54 @@ def test_a_newer_agent_of_a_member_shows_that_the_older_is_gone() -> None:
     assert (run.number, run.members) == (5, "ab")
 
 
+def test_an_older_agent_of_a_member_that_was_frozen_is_evicted_by_a_new_leader_too() -> None:
+    run = Run("1:2", record=record_of_running_round())
+    run.hello("a", "b", **HELD)
+    run.advance(1)
+    run.hello("b", incarnation="b0", seen_term=2, seen_round=2)
+    assert not run.told(RoundBroken)
+    assert [order.final for order in run.orders("b", m.Evicted)] == [True]
+
+
+@pytest.mark.parametrize("first", ["old", "new"])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ((2, 2), (4, 3)),
+        ((4, 2), (4, 3)),
+        ((3, 2), (4, 0)),
+        ((2, 2), (0, 0)),
+    ],
+    ids=["earlier term", "earlier round", "waits for its first round", "begins under this leader"],
+)
+def test_the_agent_that_knows_less_is_the_older_one_in_whatever_order_they_come(
+    first: str, old: tuple[int, int], new: tuple[int, int]
+) -> None:
+    run = Run("1:2", record=record_of_running_round())
+    run.hello("a", **HELD)
+    links: dict[str, int] = {}
+    for name in ("old", "new") if first == "old" else ("new", "old"):
+        term, number = old if name == "old" else new
+        run.hello("c", incarnation=name, seen_term=term, seen_round=number)
+        links |= {name: run.links["c"]} if "c" in run.links else {}
+    assert run.machine.nodes["c"].hello.incarnation == "new"
+    # Nor does it take the place of the newer one while that has no link.
+    run.links["c"] = links["new"]
+    run.close("c")
+    run.hello("c", incarnation="old", seen_term=old[0], seen_round=old[1])
+    assert "c" not in run.machine.nodes
+
+
+def test_of_two_agents_that_know_as_much_the_one_that_comes_last_counts() -> None:
+    """The newer one may have waited for its first round when the leader changed."""
+    for known in ({"seen_round": 4}, {"seen_round": 0}):
+        run = Run("1:2", record=record_of_running_round())
+        run.hello("a", **HELD)
+        run.hello("c", incarnation="old", seen_term=4, seen_round=4)
+        run.hello("c", incarnation="new", seen_term=4, **known)
+        assert run.machine.nodes["c"].hello.incarnation == "new"
+
+
 def test_a_crash_costs_nothing_if_a_member_died_with_the_leader_before() -> None:
     run = Run("1:3", record=record_of_running_round("abc"))
     run.hello("b", "c", **HELD)

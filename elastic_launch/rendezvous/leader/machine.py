@@ -20,7 +20,7 @@ For the phases of a run and their transitions, see :mod:`elastic_launch.rendezvo
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from elastic_launch.config.launch_config import Limits, Timing
 from elastic_launch.errors import ExitCode
@@ -48,6 +48,24 @@ through: a round of N nodes would otherwise cost N * N looks."""
 
 MOST_COMPARED = 64
 """Most kinds of difference between nodes and the run that are reported to the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Incarnation:
+    """What an agent knew when it first came to this leader.
+
+    Attributes:
+        term: the last one that it had seen; this leader's, if it had been in none.
+    """
+
+    name: str
+    term: int
+    round: int
+
+    def is_older(self, other: _Incarnation) -> bool:
+        """Whether the other one must have joined later: from then on, this one has received no more orders."""
+        # One without a round may have waited for its first one when the leader changed.
+        return self.term < other.term or (self.term == other.term and 0 < self.round < other.round)
 
 
 class LeaderMachine:
@@ -83,7 +101,7 @@ class LeaderMachine:
         state.host = record.leader.node_id if hosted else ""
         self._awake = now
         self._arrivals = 0
-        self._incarnations: dict[str, list[str]] = {}
+        self._incarnations: dict[str, list[_Incarnation]] = {}  # by node id, the newest last
         self._compared: set[tuple[tuple[str, ...], str]] = set()  # differences found so far
 
     @property
@@ -379,12 +397,12 @@ class LeaderMachine:
     def _is_replaced(self, hello: m.NodeHello) -> bool:
         """Whether a newer incarnation of the node id has joined."""
         seen = self._incarnations.setdefault(hello.node_id, [])
-        if hello.incarnation not in seen:
-            # One that was frozen under an earlier leader has seen less than the one that has taken its place.
-            known = self.nodes.find(hello.node_id)
-            frozen = known is not None and hello.seen_term > 0 and _seen(hello) < _seen(known.hello)
-            seen.insert(0 if frozen else len(seen), hello.incarnation)
-        return hello.incarnation != seen[-1]
+        if all(hello.incarnation != other.name for other in seen):
+            known = _Incarnation(hello.incarnation, hello.seen_term or self.record.term, hello.seen_round)
+            # The order in which they come to a new leader says little: an older one may have been frozen until now.
+            place = next((i for i, other in enumerate(seen) if known.is_older(other)), len(seen))
+            seen.insert(place, known)
+        return hello.incarnation != seen[-1].name
 
     def _is_of_another_run(self, hello: m.NodeHello) -> bool:
         """Whether a node comes from a round of a run whose record was lost before this one began, and which this one
@@ -516,8 +534,3 @@ class LeaderMachine:
         """The node at the other end of a link."""
         node = self.nodes.find(self._owners.get(link, ""))
         return node if node is not None and node.link == link else None
-
-
-def _seen(hello: m.NodeHello) -> tuple[int, int]:
-    """Return the last term and round that a node knows of."""
-    return hello.seen_term, hello.seen_round
