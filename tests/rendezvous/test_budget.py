@@ -7,6 +7,8 @@ from itertools import count
 from typing import Any
 
 import pytest
+from leader_run import Run
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from elastic_launch.config.launch_config import Limits
 from elastic_launch.events.facts import RestartsSpent
@@ -17,6 +19,7 @@ from elastic_launch.rendezvous.leader.restart_budget import FREE as MORE
 from elastic_launch.rendezvous.leader.restart_budget import JITTER, LONG, LONGEST_DELAY, BudgetDecision, RestartBudget
 from elastic_launch.rendezvous.leader.verdict import Kind
 from elastic_launch.rendezvous.record import ControlRecord, Leader
+from elastic_launch.rendezvous.torch_handler import TorchrunHandler
 
 FREE = MORE + 1
 """Of one node."""
@@ -451,3 +454,18 @@ def test_a_new_step_begins_the_count_again() -> None:
     for step in range(5):
         assert not crash_at(budget, step, step, 5.0).ends
         assert not crash_at(budget, step, step + 1, 5.0).ends
+
+
+def test_torchruns_agents_count_the_restarts_of_their_nodes() -> None:
+    """The run must not end before the agents are out of restarts, which they do not tell."""
+    limits = TorchrunHandler(RendezvousParameters("elastic-c10d", "127.0.0.1:29400", "x", 1, 1), "c10d").config.limits
+    run = Run("1", max_restarts=limits.max_restarts)
+    run.hello("a")
+    run.advance(2.1)
+    for _ in range(20):
+        run.join("a")
+        run.advance(LONG / 4)
+        run.stop("a")  # all that the handler reports of a worker that has failed
+        run.advance(0.5)
+        assert run.end is None
+    assert run.number == 21
