@@ -115,9 +115,9 @@ class Run:
         """A user requests other limits."""
         self._do(self.machine.resize(low, high, self.clock.now()))
 
-    def stop_run(self) -> None:
+    def stop_run(self, seconds: float | None = None) -> None:
         """A user drains the run."""
-        self._do(self.machine.stop("elasticctl drain", None, self.clock.now()))
+        self._do(self.machine.stop("elasticctl drain", seconds, self.clock.now()))
 
     def close(self, *node_ids: str) -> None:
         """The nodes' processes end."""

@@ -22,6 +22,7 @@ class NodeState:
         hosting: whether this node hosts the run's leader.
         member: whether this node is a member of the run, as far as it knows.
         leader: where the run's leader was when this node last reached it.
+        unlimited: the round that the leader drains without a limit of time, by its last order of this kind; 0: none.
         restarts: restarts charged to the run's budget so far.
         max_restarts: the run's limit.
         failure: the run's root cause, if a worker's failure ended the run, or this node's part.
@@ -38,6 +39,7 @@ class NodeState:
         self.hosting = False
         self.member = False
         self.leader = ""
+        self.unlimited = 0
         self.restarts, self.max_restarts = 0, config.limits.max_restarts
         self.failure: Failure | None = None
         self.finished_round = 0
@@ -55,6 +57,8 @@ class NodeState:
                 self.restarts, self.failure, self.saver = max(self.restarts, restarts), failure, saver
             case m.LeftOut(failure=failure):
                 self.failure = failure
+            case m.DrainRound(round=number, seconds=seconds):
+                self.unlimited = number if seconds is None else 0
             case m.Break() | m.Evicted():
                 self.finished_round = 0
             case m.Form(restarts=restarts, max_restarts=most):

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -132,6 +134,30 @@ def test_a_rank_that_hangs_is_named_and_the_others_keep_their_processes(job: Job
     assert all(f"rank {rank} (pid {first[rank]})" in stacks.read_text() for rank in range(3))
     assert job.event("restart_charged")["kind"] == "hang"
     assert f"round 1 broken after {job.events('round_broken')[0]['lasted_s']:.1f} s: rank 1 on node " in agent.output
+
+
+@pytest.mark.usefixtures("hung", "unread")
+@pytest.mark.parametrize("kind", ["stop", "sleep"])
+def test_a_rank_that_hangs_right_before_a_node_joins_is_found(job: Job, kind: str) -> None:
+    """The drain for it has no limit, and would last for ever. The node waits, so that it joins at once when it may."""
+    run = Hanging(job)
+    options = {"nnodes": "1:2", "command": run.command}
+    for node, host in (("a", "true"), ("b", "false")):
+        job.node(node, "--join-settle", "100", "--rdzv-conf", f"is_host={host}", **options)
+    run.trains(2)
+    job.node("c", "--rdzv-conf", "is_host=false", **options)
+    wait_for("the spare", lambda: len(job.events("node_joined")) == 3, 60)
+    run.hangs(kind, 1)
+    wait_for("the hang", (job.work / "hang.taken").exists)
+    resize = [sys.executable, "-m", "elastic_launch.cli.elasticctl", "resize", "--log-dir", str(job.logs), "1:3"]
+    resized = subprocess.run(resize, capture_output=True, text=True, timeout=180)
+    assert resized.returncode == 0, resized.stdout + resized.stderr
+    event = run.found()
+    assert (event["round"], event["ranks"]) == (1, [1]), agent_of(run).output
+    assert event["places"][0]["state"] == ("stopped" if kind == "stop" else "code")
+    assert [(drain["round"], drain["seconds"]) for drain in job.events("round_draining")] == [(1, None)]
+    run.trains(3, after=1)
+    assert job.event("restart_charged")["kind"] == "hang"
 
 
 @pytest.mark.parametrize("name", ["again", "again, exchange"])

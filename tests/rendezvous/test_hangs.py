@@ -10,9 +10,11 @@ import pytest
 from leader_run import Run, running
 
 from elastic_launch.events.sentences import divided, how_failed, occupation, why
-from elastic_launch.events.types import CauseFound, HangFound, RestartCharged, RoundBroken
+from elastic_launch.events.types import CauseFound, HangFound, RestartCharged, RoundBroken, RoundDraining
 from elastic_launch.failure import Doing, StallPlace, Suspect
 from elastic_launch.rendezvous.leader.hangs import ALIKE, Verdict, judge_stalled
+from elastic_launch.rendezvous.leader.rounds import MOST_SECONDS
+from elastic_launch.rendezvous.record import ControlRecord, Leader, Member, Round
 from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.messages import Collective, Stalled, StalledWorker
 from elastic_launch.shared_progress import FIRST_STEPS, Activity
@@ -395,11 +397,98 @@ def test_a_run_whose_budget_is_spent_ends_with_the_hang_as_its_cause() -> None:
     assert (end.failure.rank, end.failure.kind, end.failure.host) == (1, "hang", "host-b")
 
 
-def test_a_round_that_drains_is_not_judged() -> None:
-    run = running("2", "ab")
-    for node in "ab":
+def drainable(nodes: str, node_ids: str, **arguments: Any) -> Run:
+    run = running(nodes, node_ids, **arguments)
+    for node in node_ids:
         run.report(node, m.NodeReady(run.number))
-    run.stop_run()
+    return run
+
+
+def test_a_drain_with_a_limit_is_not_judged() -> None:
+    run = drainable("2", "ab")
+    run.stop_run(60.0)
     stalls(run, "a")
-    stalls(run, "b")
+    stalls(run, "b", "stopped")
     assert run.orders("a", m.Break) == []
+
+
+def test_neither_is_a_drain_that_a_node_limits_later() -> None:
+    run = drainable("1:3", "ab")
+    run.resize(1, 1)
+    run.report("b", m.Leaving("SIGTERM", 30.0))
+    stalls(run, "a")
+    stalls(run, "b", "stopped")
+    assert run.told(RoundBroken) == []
+    run.advance(30.1)
+    assert [event.kind for event in run.told(RoundBroken)] == ["membership"]
+
+
+@pytest.mark.parametrize("how", ["a node joins", "resize", "a node is drained", "the run is drained"])
+def test_a_drain_without_a_limit_is_judged_as_a_round_that_runs(how: str) -> None:
+    run = drainable("1:3", "ab")
+    match how:
+        case "a node joins":
+            run.hello("c")
+            run.advance(1.1)
+        case "resize":
+            run.resize(1, 1)
+        case "a node is drained":
+            run.report("b", m.Leaving("elasticctl drain", MOST_SECONDS))
+        case _:
+            run.stop_run()
+    assert [event.seconds for event in run.told(RoundDraining)] == [None]
+    stalls(run, "a")
+    assert not run.orders("a", m.Break), "the other may still evaluate"
+    stalls(run, "b", "code")
+    for node in "ab":
+        (order,) = run.orders(node, m.Break)
+        assert (order.kind, order.hung) == ("hang", (1,))
+    assert [event.ranks for event in run.told(HangFound)] == [(1,)]
+    run.stop("a", "b")
+    if how == "the run is drained":
+        assert run.code == 143
+    else:
+        assert (run.number, run.record.restarts) == (2, 1)
+
+
+def test_a_stopped_worker_is_judged_in_such_a_drain_too() -> None:
+    run = drainable("1:2", "a")
+    run.hello("b")
+    run.advance(1.1)
+    stalls(run, "a", "stopped")
+    (order,) = run.orders("a", m.Break)
+    assert (order.kind, order.hung) == ("hang", (0,))
+
+
+def test_nodes_that_have_stopped_in_a_drain_are_not_waited_for() -> None:
+    run = drainable("2:3", "ab")
+    run.resize(2, 2)
+    run.hello("c")
+    run.resize(2, 3)
+    run.advance(1.1)
+    assert run.told(RoundDraining)
+    stalls(run, "b")
+    run.report("a", m.Stopped(run.number, 7000, drained=5))
+    assert run.told(RoundBroken) == [], "its report was of a time when the other may have kept it waiting"
+    stalls(run, "b", "code")
+    assert run.told(RoundBroken) == [], "a rank alone in its own code may wait for something there"
+    stalls(run, "b")
+    (order,) = run.orders("b", m.Break)
+    assert (order.kind, order.hung) == ("hang", ())
+    run.stop("b", number=1)
+    assert (run.number, run.members) == (2, "abc")
+
+
+def test_members_that_a_new_leader_does_not_know_yet_are_waited_for() -> None:
+    members = tuple(Member(node_id, f"{node_id}1", 1, f"host-{node_id}", 7000) for node_id in "cab")
+    record = ControlRecord("run", "digest", 5, Leader("z", "z1", "10.0.0.9", 1), Round(4, members)).renewed()
+    run = Run("1:3", record=record)
+    known: dict[str, Any] = {"holding": 4, "joined": True, "ready": True, "seen_term": 4, "seen_round": 4}
+    run.hello("c", "a", **known)
+    run.report("c", m.Stopped(4, 7000, drained=5))
+    assert run.told(RoundDraining)
+    stalls(run, "a")
+    assert run.told(RoundBroken) == []
+    run.hello("b", **known)
+    stalls(run, "b")
+    assert [event.kind for event in run.told(RoundBroken)] == ["hang"]

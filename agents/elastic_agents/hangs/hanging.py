@@ -86,12 +86,18 @@ class Hanging:
     def _advancing(self) -> WatchedRound | None:
         """The round's workers that have not finished, as long as each of them is to advance or to end."""
         view = self._state.view
-        if view.phase is not Phase.RUNNING or not view.alive:
+        # A limit ends a drain whatever the workers do.
+        drains = view.phase is Phase.DRAINING and self._state.unlimited == view.round
+        if not drains and view.phase is not Phase.RUNNING:
             return None
         if self._workers.held:  # by the guard, since this agent did not run
             return None
-        workers = self._running(view)
-        return WatchedRound(view.round, workers, view.alive != view.slots) if len(workers) == len(view.alive) else None
+        # Those that have stopped advance no more, and have a limit of their own to exit.
+        awaited = view.alive - view.drained - view.stopping if drains else view.alive
+        workers = tuple(worker for worker in self._running(view) if worker.local_rank in awaited)
+        if not workers or len(workers) != len(awaited):
+            return None
+        return WatchedRound(view.round, workers, bool(view.finished) if drains else view.alive != view.slots)
 
     def _running(self, view: View) -> tuple[WatchedWorker, ...]:
         return tuple(

@@ -14,7 +14,8 @@ Running     a node leaves, a resize is due, the user stops the run, or a worker 
             a worker fails, a member is lost or does not start its workers        Broken
             all members are done                                                  Ended (0)
 Draining    all members have stopped                                              Broken (by no fault)
-            a worker fails, a member is lost, some are done, time is up           Broken
+            a worker fails, a member is lost, some are done, time is up, or       Broken
+            it hangs and no time is set
             all members are done                                                  Ended (0)
 Broken      it is judged, all members have stopped, and its delay is over         Gathering
             it is judged to be the last, or a final failure is reported later     Ending

@@ -230,43 +230,48 @@ class Rounds:
     def stalled(self, node: Node, report: m.Stalled, now: float) -> None:
         """Handle that a member's workers are late, or no longer.
 
-        The round is judged once those of all members are, or one is stopped by a signal.
+        The round is judged once those of all members are, or one is stopped by a signal. A drain with a limit ends by
+        itself, and then costs nothing.
         """
         node.stalled = report if report.seconds > 0 else None
         match self.phase:
-            case Running():
-                # Of thousands of members each says that it is late.
-                nodes, size, gone = self._state.nodes, len(self._state.record.round.members), len(self._state.gone)
-                stopped = any(worker.state == "stopped" for worker in report.workers)
-                if (
-                    not stopped
-                    and gone + nodes.count(ACTIVE | STALLS) + nodes.count(ACTIVE | DONE, lacks=STALLS) < size
-                ):
-                    return
-                members = self._state.members()
-                late = {each.hello.node_id: each.stalled for each in members if each.stalled is not None}
-                # What reports steps and is left by the others may wait for its last checkpoint.
-                asked = all(report.asked for report in late.values())
-                finished = gone + sum(each.done for each in members if each.stalled is None) if asked else 0
-                if late and (stopped or len(late) + finished == size):
-                    self._judge_stalled(self.phase, late, now)
+            case Running() | Draining(deadline=None):
+                self._consider_stalled(self.phase, report, now)
             case Draining() | Broken() | Gathering() | ParkedRun() | Ending() | Ended():
                 pass
 
-    def _judge_stalled(self, running: Running, late: Mapping[str, m.Stalled], now: float) -> None:
+    def _consider_stalled(self, phase: Running | Draining, report: m.Stalled, now: float) -> None:
+        # Of thousands of members each says that it is late.
+        nodes, size, gone = self._state.nodes, len(self._state.record.round.members), len(self._state.gone)
+        if isinstance(phase, Draining):  # members that have stopped are done, those of an earlier leader may train
+            size = gone + nodes.count(ACTIVE) + len(self._state.owed)
+        stopped = any(worker.state == "stopped" for worker in report.workers)
+        if not stopped and gone + nodes.count(ACTIVE | STALLS) + nodes.count(ACTIVE | DONE, lacks=STALLS) < size:
+            return
+        members = self._state.members()
+        late = {each.hello.node_id: each.stalled for each in members if each.stalled is not None}
+        # What reports steps and is left by the others may wait for its last checkpoint.
+        asked = all(report.asked for report in late.values())
+        finished = gone + sum(each.done for each in members if each.stalled is None) if asked else 0
+        if late and (stopped or len(late) + finished == size):
+            self._judge_stalled(phase, late, now)
+
+    def _judge_stalled(self, phase: Running | Draining, late: Mapping[str, m.Stalled], now: float) -> None:
         number = self._state.record.round.number
+        running = phase.running if isinstance(phase, Draining) else phase
         left = sum(len(report.workers) for report in late.values())
-        finished = left < self._state.record.round.world_size
+        # Of a round that drains, others may have left the last exchange that a slow rank is still in.
+        finished = phase is running and left < self._state.record.round.world_size
         verdict = judge_stalled(number, late, now - running.formed_at, finished=finished, before=self._hung_at)
         if verdict is None:
             return
         self._hung_at |= verdict.stood
-        broken = over(running, now, None if verdict.failures else Kind.HANG, verdict.cause)
+        broken = over(phase, now, None if verdict.failures else Kind.HANG, verdict.cause)
         broken.failures += [(now, failure) for failure in verdict.failures]
         broken.told = next(iter(verdict.failures), None)
         broken.suspects = tuple(map(_suspect, verdict.failures))
         self._state.emit(verdict.event(number))
-        self._end_round(running, broken, Kind.HANG, lambda: "")
+        self._end_round(phase, broken, Kind.HANG, lambda: "")
 
     def stopped(self, node: Node, report: m.Stopped, now: float) -> None:
         """Handle that a member of the current round has reaped or suspended its workers."""
