@@ -93,10 +93,10 @@ class Consoles:
     def __init__(self) -> None:
         self._writers: dict[tuple[int, int], tuple[Writer, _Cursor]] = {}
 
-    def put_to(self, descriptor: int) -> Callable[..., bool]:
+    def put_to(self, descriptor: int, *, wait: bool) -> Callable[[bytes], bool]:
         """Return a function that queues one source's data for a descriptor, see :meth:`Writer.put`."""
         writer, cursor = self._writer_of(descriptor)
-        return partial(writer.put, partial(_write, writer, descriptor, cursor, _Source()))
+        return partial(writer.put, partial(_write, writer, descriptor, cursor, _Source()), wait=wait)
 
     def draw(self, descriptor: int, picture: Callable[[bytes], bytes]) -> bool:
         """Have a descriptor's thread write a picture, which leaves the cursor where it is; return whether it will.
@@ -237,7 +237,7 @@ class _Handler(logging.Handler):
 
     def __init__(self, consoles: Consoles) -> None:
         super().__init__()
-        self._put = consoles.put_to(2)
+        self._put = consoles.put_to(2, wait=False)
 
     def emit(self, record: logging.LogRecord) -> None:
         self._put(f"{self.format(record)}\n".encode(errors="backslashreplace"))

@@ -71,7 +71,7 @@ class TorchEvents:
         self._name = config.options.event_log_handler
         handler = get_logging_handler(self._name)
         if type(handler) is logging.StreamHandler and (handler.stream is sys.stderr or type(handler.stream) is _Stream):
-            handler.setStream(_Stream(consoles.put_to(2)))
+            handler.setStream(_Stream(consoles.put_to(2, wait=False)))
         self._config = config
         self._sink = sink
         self._clock = clock

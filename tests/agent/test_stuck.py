@@ -11,10 +11,29 @@ import pytest
 from elastic_agents.workers import stuck
 from elastic_agents.workers.stuck import StuckDetector
 
+TWO_THAT_COMPUTE = """
+def compute():
+    while True: sum(range(1000))
+threads = [threading.Thread(target=compute, daemon=True) for _ in range(2)]
+for thread in threads: thread.start()
+thread.join()
+"""
+
+ONE_THAT_KEEPS_THE_LOCK = """
+def compute():
+    time.sleep(0.2)
+    re.match("(a+)+$", "a" * 60 + "b")  # for ages, without letting others run
+thread = threading.Thread(target=compute, daemon=True)
+thread.start()
+thread.join()
+"""
+
 PROGRAMS = {
     "holds the lock": ("ctypes.PyDLL(None).sleep(600)", True),
     "waits without the lock": ("ctypes.CDLL(None).sleep(600)", False),
     "waits for a thread": ("thread.join()", False),
+    "waits for threads that compute": (TWO_THAT_COMPUTE, False),
+    "waits for a thread that computes and keeps the lock": (ONE_THAT_KEEPS_THE_LOCK, False),
     "works": ("while True: sum(range(1000))", False),
 }
 
@@ -27,7 +46,7 @@ def test_a_process_hangs_if_a_thread_holds_the_lock_and_does_not_run(
     monkeypatch.setattr(stuck, "STUCK_AFTER", 1.0)
     monkeypatch.setattr(stuck, "LOOK_EVERY", 0.1)
     code = (
-        "import ctypes, threading, time\n"
+        "import ctypes, re, threading, time\n"
         "def beat():\n"
         "    while True: threading.Event().wait(0.005)\n"
         "thread = threading.Thread(target=beat, daemon=True)\n"
