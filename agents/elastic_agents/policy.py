@@ -116,11 +116,11 @@ def _decide(view: v.View, event: v.Event, node: v.NodeFacts) -> Decision:
             return _saved(view) if done else (view, [])
         case v.DrainOver():
             return _drain_over(view)
-        case v.TeardownOver(local_rank=local_rank):
+        case v.TeardownOver(local_rank=local_rank, ended=ended):
             if local_rank not in view.alive:
                 return view, []
-            # Its script's exit code counts, also where that is a failure.
-            return replace(view, live=view.live - {local_rank}), [v.Kill(frozenset({local_rank}), ending=True)]
+            # Its script's exit code counts, also where that is a failure: no other worker would be charged for it.
+            return replace(view, live=view.live - {local_rank}), [v.Kill(frozenset({local_rank}), ending=ended)]
         case v.SuspendOver():
             return _suspend_over(view)
         case v.GraceOver():
@@ -167,7 +167,7 @@ def _reported(view: v.View, report: c.Message, local_rank: int, node: v.NodeFact
         case c.Disconnected(error=error):
             return view, [v.Later(v.DISCONNECTED, v.DisconnectedOver(view.round, local_rank, error))]
         case c.WorkerEnding():
-            return view, [v.Later(v.ENDING, over)]
+            return view, [v.Later(v.ENDING, replace(over, ended=True))]
         case _:
             return view, []
 

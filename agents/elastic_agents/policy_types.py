@@ -256,9 +256,14 @@ class DrainOver(OfRound):
 
 @dataclass(frozen=True, slots=True)
 class TeardownOver(OfRound):
-    """The time is over in which a worker had to exit that is drained, or whose script has ended."""
+    """The time is over in which a worker had to exit that is drained, or whose script has ended.
+
+    Attributes:
+        ended: whether its script has ended.
+    """
 
     local_rank: int
+    ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,11 +113,12 @@ def test_a_drained_worker_that_hangs_is_killed() -> None:
 
 def test_a_worker_whose_script_has_ended_is_killed_if_it_hangs() -> None:
     running, _ = decide(View(), form(1), 2)
+    over = v.TeardownOver(1, 1, ended=True)
     found, actions = decide(running, v.Reported(1, 1, c.WorkerEnding(0)), 2)
-    assert actions == [v.Later(v.ENDING, v.TeardownOver(1, 1))]
-    assert after(found, v.TeardownOver(1, 1)) == (Phase.RUNNING, [v.Kill(frozenset({1}))])
+    assert actions == [v.Later(v.ENDING, over)]
+    assert after(found, over) == (Phase.RUNNING, [v.Kill(frozenset({1}), ending=True)])
     gone_by_itself, _ = decide(found, gone(1, 0), 2)
-    assert decide(gone_by_itself, v.TeardownOver(1, 1), 2) == (gone_by_itself, [])
+    assert decide(gone_by_itself, over, 2) == (gone_by_itself, [])
     assert decide(gone_by_itself, v.Reported(1, 1, c.WorkerEnding(0)), 2) == (gone_by_itself, [])
     assert decide(running, v.Reported(2, 1, c.WorkerEnding(0)), 2) == (running, [])
 

@@ -52,7 +52,7 @@ class AgentLife(RuleBasedStateMachine):
         self.stopped: list[int] = []  # rounds reported as stopped
         self.suspensions: list[int] = []
         self.limits: list[int] = []
-        self.teardowns: list[tuple[int, int]] = []
+        self.teardowns: list[v.TeardownOver] = []
         self.copying = False
         self.finished: list[v.Finish] = []
         self.promised: int | None = None  # the code that a signal has settled
@@ -133,8 +133,8 @@ class AgentLife(RuleBasedStateMachine):
                 self.copying = True
                 if bounded:
                     self.limits.append(self.round)
-            case v.Later(event=v.TeardownOver(round=number, local_rank=local_rank)):
-                self.teardowns.append((number, local_rank))
+            case v.Later(event=v.TeardownOver() as over):
+                self.teardowns.append(over)
             case v.ReportReady(round=number):
                 assert number == self.round
                 assert self.workers <= self.ready
@@ -376,10 +376,11 @@ class AgentLife(RuleBasedStateMachine):
     @precondition(lambda self: self.teardowns)
     @rule(index=st.integers(0, 2))
     def teardown_passes(self, index: int) -> None:
-        number, local_rank = self.teardowns.pop(index % len(self.teardowns))
-        actions = self.decide(v.TeardownOver(number, local_rank))
-        hangs = number == self.round and local_rank in self.workers and self.view.phase is not Phase.OVER
-        assert actions == ([v.Kill(frozenset({local_rank}))] if hangs else []), "a suspended worker, or none, is killed"
+        over = self.teardowns.pop(index % len(self.teardowns))
+        actions = self.decide(over)
+        hangs = over.round == self.round and over.local_rank in self.workers and self.view.phase is not Phase.OVER
+        kill = v.Kill(frozenset({over.local_rank}), ending=over.ended)
+        assert actions == ([kill] if hangs else []), "a suspended worker, or none, is killed"
 
     @precondition(lambda self: self.graces)
     @rule(index=st.integers(0, 2))

@@ -56,13 +56,16 @@ sys.exit(int(sys.argv[1]))
 
 @pytest.mark.slow
 def test_a_worker_that_hangs_after_its_script_ends_with_the_scripts_code(job: Job, tmp_path: Path) -> None:
-    """Both codes in parallel: each hangs for as long as workers may."""
+    """In parallel, as each hangs for as long as workers may: beside another worker, and as the only one."""
     script = tmp_path / "hanging.py"
     script.write_text(HANGING)
     flags = ["--standalone", "--nproc", "2", "--max-restarts", "0"]
     agents = {code: job.launch(*flags, command=[str(script), str(code)], name=f"of {code}") for code in (0, 5)}
+    alone = job.launch("--standalone", "--max-restarts", "0", command=[str(script), "3"], name="alone")
     assert {agent.wait(60.0): code for code, agent in agents.items()} == {0: 0, 5: 5}, agents[0].output
     assert "was killed after its script had ended with exit code 0" in agents[0].output
+    assert alone.wait(60.0) == 3, alone.output
+    assert "root cause: rank 0" in alone.output, "its end is not one that the launcher has asked for"
 
 
 LOCKED = """
