@@ -21,6 +21,7 @@ class Pipe:
 
     def __init__(self) -> None:
         self.source, self.sink = os.pipe()
+        self.seen = b""
 
     def write(self, data: bytes) -> None:
         while data:
@@ -38,6 +39,11 @@ class Pipe:
             while True:
                 os.write(self.sink, b"#" * 4096)
         os.set_blocking(self.sink, True)
+
+    def read(self) -> bytes:
+        """Return all that has been read so far."""
+        self.seen += self.drain()
+        return self.seen
 
     def drain(self) -> bytes:
         os.set_blocking(self.source, False)
@@ -75,6 +81,23 @@ def test_a_slow_reader_gets_all_from_a_writer_that_waits(pipe: Pipe) -> None:
     reader.join()
     assert bytes(seen) == LINE * 2000
     assert not pipe.lost
+
+
+def test_callers_in_a_hurry_wait_no_longer_and_have_as_much_room_as_those_that_cannot_wait(pipe: Pipe) -> None:
+    writer = pipe.writer_with(limit=1000, patience=600)
+    pipe.fill()
+    assert all(writer.put(pipe.write, LINE, wait=True) for _ in range(5))
+    taken: list[bool] = []
+    waits = threading.Thread(target=lambda: taken.append(writer.put(pipe.write, LINE, wait=True)))
+    waits.start()
+    writer.hurry()
+    waits.join(60)
+    assert taken == [True]
+    taken += [writer.put(pipe.write, LINE, wait=True) for _ in range(5)]
+    assert taken == [True] * 4 + [False] * 2
+    wait_for("all that was taken", lambda: LINE * 9 in pipe.read())
+    assert writer.flush()
+    assert [lines for lines, _ in pipe.lost] == [2]
 
 
 def test_a_writer_that_cannot_wait_has_room_of_its_own(pipe: Pipe) -> None:

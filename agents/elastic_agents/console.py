@@ -107,6 +107,11 @@ class Consoles:
         writer, cursor = self._writer_of(descriptor)
         return writer.put(lambda _: _pour(writer, descriptor, cursor, picture(cursor.tail)))
 
+    def hurry(self) -> None:
+        """From now on, no source waits for room, see :meth:`Writer.hurry`."""
+        for writer, _ in self._writers.values():
+            writer.hurry()
+
     def flush(self) -> bool:
         """Wait until all is written, as long as the consoles are being read; return whether it is."""
         return all(writer.flush() for writer, _ in self._writers.values())

@@ -57,6 +57,7 @@ class Writer:
         self._filled = threading.Condition(self._lock)
         self._drained = threading.Condition(self._lock)
         self._closed = False
+        self._hurries = False
         self._queue: deque[tuple[Write, bytes]] = deque()
         self._size = 0  # bytes that are queued or being written
         self._since = 0.0  # when the current call began or last made progress; 0 if there is no call
@@ -83,7 +84,8 @@ class Writer:
         with self._lock:
             if wait:
                 self._await_room()
-            if self._closed or (self._dropping and wait) or self._size >= self._limit * (1 if wait else 2):
+            limit = self._limit if wait and not self._hurries else 2 * self._limit
+            if self._closed or (self._dropping and wait) or self._size >= limit:
                 if not self._dropped:
                     self._dropped_since = self._since or time.monotonic()
                 self._dropped += data.count(b"\n")
@@ -119,6 +121,12 @@ class Writer:
         """Note progress; to be called from within a call when the other end has accepted data."""
         self._since = time.monotonic()
 
+    def hurry(self) -> None:
+        """From now on, no caller waits for room: those that would may queue as much as those that cannot wait."""
+        with self._lock:
+            self._hurries = True
+            self._drained.notify_all()
+
     def flush(self, idle: float = IDLE, longest: float = LONGEST) -> bool:
         """Wait until everything is written; return whether it is.
 
@@ -148,7 +156,7 @@ class Writer:
         return done and not self._thread.is_alive()
 
     def _await_room(self) -> None:
-        while self._size >= self._limit and not self._dropping and not self._closed:
+        while self._size >= self._limit and not (self._dropping or self._closed or self._hurries):
             left = (self._since or time.monotonic()) + self._patience - time.monotonic()
             if left <= 0:
                 self._dropping = True

@@ -244,6 +244,13 @@ def test_a_console_gets_an_endless_line_and_a_last_one_without_an_end() -> None:
         shown.sees(data + b"\nlast")
 
 
+def unread(pipe: int) -> int:
+    """How many bytes a pipe holds."""
+    waiting = array.array("i", [0])
+    fcntl.ioctl(pipe, termios.FIONREAD, waiting)
+    return waiting[0]
+
+
 def test_a_full_console_that_does_not_block_gets_everything_later(pump: OutputPump) -> None:
     source, console = os.pipe()
     os.set_blocking(console, False)
@@ -254,12 +261,7 @@ def test_a_full_console_that_does_not_block_gets_everything_later(pump: OutputPu
     stream, sink = pump.open(console, Route())
     os.write(sink, b"hello")
 
-    def taken() -> bool:
-        waiting = array.array("i", [0])
-        fcntl.ioctl(sink, termios.FIONREAD, waiting)
-        return waiting[0] == 0
-
-    wait_for("the pump to read what was written", taken)
+    wait_for("the pump to read what was written", lambda: not unread(sink))
     seen = b""
     while len(seen) < filled:
         seen += os.read(source, 65536)
@@ -365,6 +367,45 @@ def test_a_console_that_hangs_keeps_neither_workers_nor_their_files(
     os.close(console)
     os.close(source)
     assert data.startswith(bytes(seen).lstrip(b"#"))
+
+
+@pytest.mark.parametrize("prefix", ["", "[a:0] "])
+def test_what_a_pump_has_not_read_at_the_end_because_of_a_slow_console_is_kept_and_shown(
+    prefix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(console_module, "LIMIT", 40_000)
+    monkeypatch.setattr(console_module, "PATIENCE", 60.0)
+    source, console = filled()
+    seen, data = b"", b""
+    with contextlib.closing(Consoles()) as consoles:
+        pump = OutputPump(consoles)
+        _, sink = pump.open(console, Route(path=tmp_path / "log", prefix=prefix, rank=0))
+
+        def is_taken() -> bool:
+            deadline = time.monotonic() + 0.5
+            while (waits := unread(sink)) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            return not waits
+
+        while not data or is_taken():
+            piece = b"".join(b"%06d %s\n" % (len(data) + number, b"x" * 92) for number in range(100))
+            os.write(sink, piece)
+            data += piece
+        os.close(sink)
+        pump.close()
+        os.set_blocking(source, False)
+
+        def is_shown() -> bool:
+            nonlocal seen
+            with contextlib.suppress(BlockingIOError):
+                seen += os.read(source, 65536)
+            return seen.endswith(data.splitlines()[-1] + b"\n")
+
+        wait_for("the last line on the console", is_shown)
+    os.close(console)
+    os.close(source)
+    assert (tmp_path / "log").read_bytes() == data
+    assert seen.lstrip(b"#").decode() == "".join(f"{prefix}{line}\n" for line in data.decode().splitlines())
 
 
 def test_files_that_hang_keep_neither_workers_nor_the_console(

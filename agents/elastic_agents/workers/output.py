@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import selectors
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 
 from elastic_agents.console import Consoles
 from elastic_agents.output_sinks import Appended, Console, Kept, Lines, Logged, Sink, colour_of, has_colours, painted
@@ -111,13 +113,14 @@ class OutputPump:
         for stream in streams:  # daemons that workers have left behind may hold some open
             stream.ended.wait(max(0.0, deadline - time.monotonic()))
         self._closed = True
+        # The thread may wait for room for what it has read, and what a pipe still holds would get into no file.
+        self._files.hurry()
+        self._consoles.hurry()
         self._waker.wake()
         self._thread.join(10)
-        for key in list(self._selector.get_map().values()):
-            if key.data is not None:
-                key.data.close()
-        self._selector.close()
-        self._waker.close()
+        if not self._thread.is_alive():  # else it may still use them
+            self._selector.close()
+            self._waker.close()
         self._files.close()
 
     def _open(self, sinks: list[Sink]) -> tuple[Stream, int]:
@@ -130,7 +133,7 @@ class OutputPump:
         return stream, sink
 
     def _sinks(self, console: int, route: Route) -> list[Sink]:
-        sinks: list[Sink] = []  # a console that is read slowly comes last
+        sinks: list[Sink] = []  # the files first: a console may be read slowly
         if route.path is not None:
             sinks.append(Appended(route.path, self._files, self.kept))
         if route.matching is not None:
@@ -139,8 +142,7 @@ class OutputPump:
             prefix = route.prefix
             if prefix and has_colours(console):
                 prefix = painted(prefix, colour_of(route.rank))
-            put = self._consoles.put_to(console)
-            shown = Console(lambda data: put(data, wait=not self._closed), self._unfinished)
+            shown = Console(self._consoles.put_to(console, wait=True), self._unfinished)
             sinks.append(Lines(shown, prefix) if prefix else shown)
         return sinks
 
@@ -157,7 +159,7 @@ class OutputPump:
                 console.show()
         for key in list(self._selector.get_map().values()):
             if key.data is not None:
-                self._move(key.data)  # what a pipe holds comes in one piece
+                self._move_last(key.data)
 
     def _move(self, stream: Stream) -> None:
         try:
@@ -169,6 +171,12 @@ class OutputPump:
             return
         with self._lock:
             self._selector.unregister(stream.source)
+        stream.close()
+
+    def _move_last(self, stream: Stream) -> None:
+        """Move what the pipe holds, at most once: a daemon may go on writing."""
+        with suppress(BlockingIOError):
+            stream.write(os.read(stream.source, fcntl.fcntl(stream.source, fcntl.F_GETPIPE_SZ)))
         stream.close()
 
 
