@@ -465,6 +465,7 @@ EVALUATED = (*TRACEBACK[:-1], '  File "<string>", line 1', "    1 +", "SyntaxErr
         ({"stderr": MISSING, "ran": 100.0}, "crash"),
         ({"stderr": MISSING, "trained": 0}, "crash"),
         ({"stderr": SYNTAX, "exit_code": -9}, "crash"),
+        ({"stderr": MISSING, "exit_code": -9}, "crash"),  # printed by a child, for example
     ],
 )
 def test_permanent_errors_are_distinguished_from_transient_ones(

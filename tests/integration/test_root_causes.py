@@ -45,6 +45,16 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 
 INTERRUPTED = "import torch\nraise KeyboardInterrupt('enough')\n"
 
+OF_A_HELPER = """
+import os, signal
+if os.fork() == 0:
+    os.setsid()
+    import a_module_that_is_not_installed
+os.wait()
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
 WRONG = """
 import torch
 def main():
@@ -134,6 +144,16 @@ def test_a_keyboard_interrupt_that_a_script_raises_costs_a_restart(
     assert "signal 2 (SIGINT): KeyboardInterrupt: enough" in agent.output.split("root cause")[-1]
     assert [charged["kind"] for charged in job.events("restart_charged")] == ["crash"]
     assert len(job.events("round_formed")) == 2
+
+
+@WAYS
+def test_the_exception_of_a_process_that_the_script_has_forked_is_not_the_scripts(
+    job: Job, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    agent = job.launch("--standalone", "--max-restarts", "1", *flags, command=script(tmp_path, OF_A_HELPER))
+    assert agent.wait(60) == 0, agent.output
+    assert job.event("round_broken")["cause"].endswith(": signal 9 (SIGKILL)")
+    assert [charged["kind"] for charged in job.events("restart_charged")] == ["crash"]
 
 
 def test_an_exception_with_any_text_costs_one_restart(job: Job, tmp_path: Path) -> None:

@@ -283,7 +283,9 @@ def _cannot_start(exit_code: int, text: str, detail: Sequence[str], stderr: Sequ
     if name in ("SyntaxError", "IndentationError", "TabError"):
         places = [line for line in detail if line.lstrip().startswith('File "')]
         return bool(places) and not places[-1].lstrip().startswith('File "<')  # evaluated code may be data
-    return name == "ModuleNotFoundError" or (not text and any(_UNREADABLE.match(line) for line in stderr[-1:]))
+    if not text:  # a worker that a signal has ended had another reason
+        return exit_code > 0 and any(_UNREADABLE.match(line) for line in stderr[-1:])
+    return name == "ModuleNotFoundError"
 
 
 def _bounded(detail: Sequence[str]) -> tuple[str, ...]:
