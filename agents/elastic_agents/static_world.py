@@ -264,9 +264,7 @@ class _Agent:
         _log.warning("%s: stopping rank %s, for up to %g s", cause, ranks, self._world.grace)
         for worker in left:
             worker.asked = True
-            self._processes.signal(worker.pid, signal.SIGTERM)
-            # A stopped process would not handle the signal before its grace is over.
-            self._processes.signal(worker.pid, signal.SIGCONT)
+            self._processes.terminate(worker.pid, signal.SIGTERM)
         self._inbox.put_later(self._world.grace, _GraceOver())
 
     def _kill(self, cause: str) -> None:

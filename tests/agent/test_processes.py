@@ -78,6 +78,55 @@ def test_a_group_gets_a_signal_and_a_process_that_ignores_it_is_known(
     assert not ignores(pid, signal.SIGHUP), "it is reaped"
 
 
+WRAPPED = """
+sh -c 'trap "sleep 0.3; touch saved; exit 0" TERM HUP; touch begun; while :; do sleep 0.05; done'
+echo never
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_shell_that_a_signal_ends_counts_as_running_until_its_script_has_saved(
+    processes: ExecProcesses, exits: Exits, tmp_path: Path, number: signal.Signals
+) -> None:
+    pid = processes.start(_shell(f"cd {tmp_path}; {WRAPPED}"))
+    wait_for("the script", (tmp_path / "begun").exists)
+    processes.terminate(pid, number)
+    assert exits.get(timeout=60) == (pid, -number)
+    assert (tmp_path / "saved").exists()
+
+
+def test_a_script_that_does_not_end_is_killed_with_its_shell(
+    processes: ExecProcesses, exits: Exits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes_module, "has_group", lambda leader: True)  # as if some of it were unkillable
+    ignoring = "trap '' TERM; touch begun; while :; do sleep 0.05; done"
+    pid = processes.start(_shell(f'cd {tmp_path}; sh -c "{ignoring}"; echo never'))
+    wait_for("the script", (tmp_path / "begun").exists)
+    processes.terminate(pid, signal.SIGTERM)
+    wait_for("the shell's end", lambda: state_of(pid) == "Z")
+    processes.terminate(pid, signal.SIGTERM)  # its group still has its number
+    with pytest.raises(queue.Empty):
+        exits.get(timeout=0.3)
+    processes.signal(pid, signal.SIGKILL)
+    assert exits.get(timeout=60) == (pid, -signal.SIGTERM)
+    wait_for("the script's end", lambda: not session_members({pid}))
+
+
+def test_a_python_program_is_terminated_without_what_it_has_started(
+    processes: ExecProcesses, exits: Exits, tmp_path: Path
+) -> None:
+    """A loader's processes would end before it, which would then fail."""
+    code = (
+        f"import subprocess, time; subprocess.Popen(['sleep', '600']); open({str(tmp_path / 'begun')!r}, 'w').close()"
+    )
+    pid = processes.start(StartRequest([sys.executable, "-c", f"{code}; time.sleep(600)"], os.environ, 1, 2))
+    wait_for("its child", (tmp_path / "begun").exists)
+    processes.terminate(pid, signal.SIGTERM)
+    assert exits.get(timeout=60) == (pid, -signal.SIGTERM)
+    assert len(session_members({pid})) == 1
+    assert kill_sessions({pid}) == []
+
+
 def test_a_command_that_cannot_be_executed_raises(processes: ExecProcesses) -> None:
     with pytest.raises(FileNotFoundError):
         processes.start(StartRequest(["/no/such/program"], {}, 1, 2))

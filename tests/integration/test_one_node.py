@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -247,6 +248,32 @@ def test_a_program_gets_the_launchers_signal(job: Job, tmp_path: Path, number: s
     agent.signal(number)
     assert agent.wait() == 128 + number
     assert f"got {number.name}" in agent.output
+
+
+SAVING = """
+import signal, sys, time
+
+def save(*_):
+    time.sleep(0.5)
+    open(sys.argv[1], "w").close()
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, save)
+print("begun", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_script_behind_a_shell_saves_before_it_ends(job: Job, tmp_path: Path) -> None:
+    script, program, saved = tmp_path / "saving.py", tmp_path / "program.sh", tmp_path / "saved"
+    script.write_text(SAVING)
+    program.write_text(f"{sys.executable} {script} {saved}\necho python ended with $?\n")
+    flags = ["--standalone", "--shutdown-timeout", "600", "--no-python"]
+    agent = job.launch(*flags, command=["bash", str(program)])
+    agent.says("begun")
+    agent.signal(signal.SIGTERM)
+    assert agent.wait() == 143
+    assert saved.exists()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

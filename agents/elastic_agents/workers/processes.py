@@ -109,12 +109,35 @@ class ExecProcesses:
         return child.pid
 
     def signal(self, pid: int, number: int) -> None:
-        """Signal a process, if it has not been reaped, and the process group that it ends with."""
+        """Signal a process, if it has not been reaped, and the process group that it ends with.
+
+        After SIGKILL, its end no longer waits for that of the group, some of which may be unkillable.
+        """
         with self._lock:
             if pid in self._grouped:
-                os.killpg(pid, number)
+                _signal_group(pid, number)
+                if number == signal.SIGKILL:
+                    self._grouped.discard(pid)
+                    self._waker.wake()
             elif pid in self._running:
                 self._running[pid].signal(number)
+
+    def terminate(self, pid: int, number: int) -> None:
+        """Ask a process to end, by a signal, or by SIGTERM if it ignores that one.
+
+        SIGTERM goes to the process alone, since a loader's processes would end before it. Any other signal goes to its
+        process group, as from a terminal: a shell that runs a script in the foreground ends on Ctrl-C only if the
+        script does. A shell that the signal would end at once, without its script, gets it with its group, too, and
+        counts as running until that has ended.
+        """
+        given = signal.SIGTERM if ignores(pid, number) else number
+        wrapped = _wraps(pid, given)
+        if given == signal.SIGTERM and not wrapped:
+            self.signal(pid, given)
+        else:
+            self.signal_group(pid, given, until_last=wrapped)
+        # A stopped process would not handle the signal before its grace is over.
+        self.signal(pid, signal.SIGCONT)
 
     def signal_group(self, pid: int, number: int, *, until_last: bool = False) -> None:
         """Signal a process and the rest of its process group, if it has not been reaped.
@@ -126,7 +149,7 @@ class ExecProcesses:
             if pid in self._running:
                 if until_last:
                     self._grouped.add(pid)
-                os.killpg(pid, number)  # each leads a session, and its number stays reserved until it is reaped
+                _signal_group(pid, number)
 
     def close(self) -> None:
         """Release everything; the processes must have ended."""
@@ -151,23 +174,24 @@ class ExecProcesses:
                 child: Child = key.data
                 with self._lock:
                     self._selector.unregister(child)
-                    if child.pid in self._grouped:
+                    if grouped := child.pid in self._grouped:
                         self._outlived[child.pid] = child
-                        continue
-                self._ended(child)
+                    else:
+                        del self._running[child.pid]
+                if not grouped:
+                    self._reaped(child)
             for pid, child in list(self._outlived.items()):
-                if not has_group(pid):
-                    self._ended(child)
+                if pid not in self._grouped or not has_group(pid):
+                    with self._lock:
+                        del self._running[pid], self._outlived[pid]
+                        self._grouped.discard(pid)
+                    self._reaped(child)
             if time.monotonic() >= swept + SWEEP_EVERY:
                 swept = time.monotonic()
                 with self._lock, suppress(OSError):  # no descriptor is left: retried next time
                     self._sweep()
 
-    def _ended(self, child: Child) -> None:
-        with self._lock:
-            del self._running[child.pid]
-            self._grouped.discard(child.pid)
-            self._outlived.pop(child.pid, None)
+    def _reaped(self, child: Child) -> None:
         child.reap()
         self._on_exit(child.pid, UNKNOWN if child.exit_code is None else child.exit_code)
 
@@ -190,13 +214,19 @@ def ignores(pid: int, number: int) -> bool:
     return _in_mask("SigIgn", pid, number) or (number in _HARMLESS and not catches(pid, number))
 
 
-def wraps(pid: int) -> bool:
-    """Whether a process seems to be a shell that a script runs in: it is not Python, and SIGTERM simply ends it."""
+def _wraps(pid: int, number: int) -> bool:
+    """Whether a process seems to be a shell that a script runs in: it is not Python, and a signal simply ends it."""
     try:
         program = os.path.basename(os.readlink(f"/proc/{pid}/exe"))
     except OSError:
         return False
-    return not program.startswith("python") and not heeds(pid, signal.SIGTERM)
+    return not program.startswith("python") and not heeds(pid, number)
+
+
+def _signal_group(leader: int, number: int) -> None:
+    """Signal the process group of a session's leader; its number stays reserved until the leader is reaped."""
+    with suppress(ProcessLookupError, PermissionError):  # other code has just reaped it, or all are another user's
+        os.killpg(leader, number)
 
 
 def catches(pid: int, number: int) -> bool:

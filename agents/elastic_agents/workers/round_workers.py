@@ -19,7 +19,7 @@ from elastic_agents.workers.failures import OutOfMemoryKills, about, disconnecti
 from elastic_agents.workers.guard import Guard
 from elastic_agents.workers.logs import WorkerLogs, keep_error
 from elastic_agents.workers.output import PAGE_LINES, TAIL_LINES, OutputPump, Stream
-from elastic_agents.workers.processes import ExecProcesses, StartRequest, heeds, ignores, wraps
+from elastic_agents.workers.processes import ExecProcesses, StartRequest, heeds
 from elastic_agents.workers.sessions import are_tracked, empty_sessions, kill_sessions, reap_orphans, resume, session_of
 from elastic_agents.workers.stuck import StuckDetector
 from elastic_agents.workers.watchdog import TimerExpired
@@ -359,23 +359,10 @@ class RoundWorkers:
             return None
 
     def terminate(self, local_ranks: frozenset[int] | None = None, number: int = signal.SIGTERM) -> None:
-        """Ask workers (None: all that are left) to end.
-
-        SIGTERM goes to each main process, since a loader's processes would end before it; of a shell to the process
-        group, with which it then ends. Any other signal goes to its process group, as from a terminal: a shell that
-        runs the script in the foreground ends on Ctrl-C only if the script does. A worker that ignores it gets SIGTERM.
-        """
+        """Ask workers (None: all that are left) to end, see :meth:`ExecProcesses.terminate`."""
         for worker in self._chosen(local_ranks):
             self._stop(worker)
-            if number == signal.SIGTERM or ignores(worker.pid, number):
-                if wraps(worker.pid):
-                    self._processes.signal_group(worker.pid, signal.SIGTERM, until_last=True)
-                else:
-                    self._processes.signal(worker.pid, signal.SIGTERM)
-            else:
-                self._processes.signal_group(worker.pid, number)
-            # A stopped process would not handle the signal before its grace is over.
-            self._processes.signal(worker.pid, signal.SIGCONT)
+            self._processes.terminate(worker.pid, number)
 
     def forward(self, number: int) -> list[int]:
         """Forward a signal to the workers that it does not end; return the ranks of the others."""

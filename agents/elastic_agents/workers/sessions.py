@@ -84,10 +84,13 @@ def empty_sessions(sids: set[int]) -> set[int]:
     return empty
 
 
-def has_group(pid: int) -> bool:
-    """Whether a process of the group of a session's leader runs, other than resource trackers."""
+def has_group(leader: int) -> bool:
+    """Whether a process of the group of a session's leader runs, other than resource trackers.
+
+    Looks twice, as :func:`empty_sessions` does.
+    """
     with suppress(OSError):  # no descriptor or memory is left
-        return any(_group_of(member) == pid for member in session_members({pid}))
+        return any(_group_of(member) == leader for _ in range(2) for member in session_members({leader}))
     return True
 
 
