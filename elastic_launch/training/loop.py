@@ -162,6 +162,7 @@ class Loop:
             while self._step < self._end and not self.engine.stopped:
                 step, pace, began = self._next_step(), self._pace, time.perf_counter()
                 self.positions.begin(self._trains())
+                self.engine.saver.step_begins()
                 yield step
                 self.engine.trainings.refuse_swapped("The step's end")
                 self.positions.end()
@@ -441,6 +442,8 @@ class Loop:
             self._received = self.engine.saver.own(live, self._identity, self._state)
             self.positions.end()
         received, recovered = self._received, Recovered(self._share())
+        if received is None or received.step <= self._step:  # else the step is done, and may have been the last one
+            self.engine.saver.step_begins()
         if received is None:
             # The ranks have agreed on the step's start; this process is behind the head, where it may have changed.
             self._train_the_same(trained)

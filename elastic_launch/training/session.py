@@ -487,6 +487,7 @@ class Run:
         check_same(self.world, {**self._unchanging, **saved}, engine.rounds.link)
         state = engine.state
         resumed = engine.restore(checkpoint, self._unchanging, state, (state,))
+        engine.saver.watch_restored()
         engine.trainings.resumed = True
         engine.begin(resumed.step)
         return resumed.step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import time
@@ -92,3 +93,45 @@ def test_a_relative_checkpoint_directory_is_that_of_its_construction(job: Job, t
     assert 4 <= after_the_error < 200
     assert list(elsewhere.iterdir()) == []
     assert [path.name for path in here.iterdir()] == ["checkpoints"]
+
+
+BROKEN_OFF = """
+import sys
+import torch
+from torch import nn
+import elastic_launch as el
+
+with el.session() as run:
+    model, data = nn.Linear(4, 1), torch.ones(64, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpoint = el.Checkpoint(sys.argv[2], every=1000)
+    if sys.argv[1] == "loop":
+        loader = el.ElasticLoader(data, el.GlobalBatch(16, micro=4))
+        for step in run.steps(loader, model, optimizer, until="20ba", checkpoint=checkpoint):
+            for x in step:
+                step.backward(model(x).square().mean())
+            step.update()
+            if step.number == 6:
+                break
+    else:
+        run.register("model", model)
+        run.register("optimizer", optimizer)
+        for step in range(run.resume(checkpoint) + 1, 21):
+            optimizer.zero_grad()
+            model(data).square().mean().backward()
+            optimizer.step()
+            if run.restarts or run.boundary(step):
+                break
+"""
+
+
+@pytest.mark.parametrize("mode", ["loop", "own loop"])
+def test_a_step_that_a_break_leaves_is_not_saved_as_the_state_before_it(job: Job, tmp_path: Path, mode: str) -> None:
+    """The state before it was restored from memory after a fault, and not saved durably."""
+    script, directory = tmp_path / "broken_off.py", tmp_path / "checkpoints"
+    script.write_text(BROKEN_OFF)
+    faults = {"ELASTIC_LAUNCH_FAULTS": json.dumps([{"rank": 1, "step": 5}])}
+    agent = job.launch("--standalone", "--nproc", "2", command=[str(script), mode, str(directory)], env=faults)
+    assert agent.wait(100) == 0, agent.output
+    assert len(job.events("restart_charged")) == 1
+    assert not list(directory.glob("step-*"))

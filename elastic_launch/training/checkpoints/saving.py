@@ -11,7 +11,8 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from elastic_launch import faults, snapshot
 from elastic_launch.contract import Agreed, CopyJob
@@ -30,7 +31,7 @@ from elastic_launch.training.checkpoints.resumed import Outcome, Resumed, check_
 from elastic_launch.training.checkpoints.sharded import StateGatherer
 from elastic_launch.training.checkpoints.split import Layouts
 from elastic_launch.training.checkpoints.state import TrainingState
-from elastic_launch.training.checkpoints.step_start import Start, copied
+from elastic_launch.training.checkpoints.step_start import Start, StepStart, copied
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks.agreement import NOTHING, Wishes
 from elastic_launch.training.ranks.exchange import broadcast_state, numbers_of_all
@@ -126,7 +127,8 @@ class Saver:
         self._agreed = NOTHING
         self._kept = False
         self._keeping = 0  # step of the last snapshot
-        self._uncertain: Trained | None = None  # a state restored from memory, as long as no step is done
+        self._uncertain: Trained | None = None  # a state restored from memory, as long as no step has begun
+        self._restored: StepStart | None = None  # the same, to notice that a script's own loop has changed it
         self._listeners: list[Callable[[snapshot.WriteOutcome], None]] = []
         self._layouts = Layouts()
         self._equal = (0, 0)  # round and step of the last state found equal on all ranks
@@ -412,9 +414,23 @@ class Saver:
         if agreed.save or agreed.keep:
             self._agreed = Wishes(save=self._agreed.save or agreed.save, keep=self._agreed.keep or agreed.keep)
 
+    def step_begins(self) -> None:
+        """Note that a step changes the state from now on: it is no longer the state that was restored."""
+        self._uncertain = self._restored = None
+
+    def watch_restored(self) -> None:
+        """Watch the restored state for a script's own loop, whose steps begin without :meth:`step_begins`."""
+        if self._uncertain is not None:
+            # Others may exchange data in state_dict(), which the ranks would not call equally often.
+            trained = nn.Module | torch.optim.Optimizer
+            parts = {name: part for name, part in self._uncertain.state.members() if isinstance(part, trained)}
+            self._restored = StepStart(parts)
+            self._restored.take({})
+
     def poll(self, step: int, checkpoint: CheckpointManager | None) -> None:
         """Record that a step is done, and report checkpoints that were written or failed."""
-        self._uncertain = self._memory.shards = None
+        self.step_begins()
+        self._memory.shards = None
         self._memory.rhythm.step_done(step, time.monotonic())
         if checkpoint is not None:
             self._checkpoint = checkpoint  # for the end, even if a second training continues without restoring
@@ -664,8 +680,9 @@ class Saver:
         checkpoint, self._checkpoint = self._checkpoint, None
         if checkpoint is None:
             return
-        uncertain, self._uncertain = self._uncertain, None
-        if wait and uncertain is not None:
+        uncertain, restored = self._uncertain, self._restored
+        self._uncertain = self._restored = None
+        if wait and uncertain is not None and not self._changed_since(restored):
             # The previous processes may have been waiting for its copy when a fault ended their round.
             checkpoint.doubted = True
             self.save(uncertain, last=True, draining=False, stays=None)
@@ -675,6 +692,12 @@ class Saver:
         self.seconds += time.monotonic() - began
         if wait:
             self.failure = self.failure or checkpoint.failed()
+
+    def _changed_since(self, restored: StepStart | None) -> bool:
+        """Whether a script's own loop has changed what :meth:`watch_restored` watches; called by all ranks."""
+        if restored is None:
+            return False
+        return any(changed for (changed,) in numbers_of_all(self._world, [int(bool(restored.pass_begins()))]))
 
     def abandon(self) -> None:
         """After an error: let a checkpoint in progress finish, without communicating with other ranks."""
