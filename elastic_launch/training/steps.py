@@ -134,7 +134,7 @@ class Step:
             optimizer: with several optimizers, the name of the one to step; None: all of them.
 
         Raises:
-            UsageError: if micro-batches are left, only some have a weight, or no optimizer has this name.
+            UsageError: if that loop has not ended, only some micro-batches have a weight, or no optimizer has the name.
             NonFiniteLossError: on all ranks, if a loss on any rank is NaN or infinite; nothing has changed then.
         """
         self._transaction.update(clip_norm, optimizer)

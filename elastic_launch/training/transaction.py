@@ -558,13 +558,19 @@ class Transaction:
             self._open = False
             self._owner.pass_updated(self._passes)
             return
-        came, accum = "", self.share.plan.grad_accum
+        came, hint, accum = "", "Call it once, after the loop over the step.", self.share.plan.grad_accum
         if not self._open:
             came = "a second time" if self.updated else "before the loop over the step"
-        elif self._pass.done != accum and not self._pass.out_of_memory:
+        elif self._pass.out_of_memory:
+            pass  # whose iteration has ended early
+        elif self._pass.done != accum:
             came = f"after {self._pass.done} of {accum} micro-batches"
+        elif not (self._pass.exchanged or self.too_large):
+            # All that follows the last micro-batch was left out, such as the means of its buffers.
+            came = "before the loop over the step had ended"
+            hint += " Do not leave that loop by break, next() or zip()."
         if came:
-            raise self._misuse(f"step.update() came {came}.", "Call it once, after the loop over the step.")
+            raise self._misuse(f"step.update() came {came}.", hint)
         with self._noting_errors():
             self._update(chosen, clip_norm)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -492,6 +492,38 @@ def test_an_update_within_the_loop_over_the_step_says_after_how_many_micro_batch
                 step.update()
             break
         break
+
+
+def _by_break(step: Step) -> Iterator[Any]:
+    for sample in step:
+        yield sample
+        break
+
+
+def _by_zip(step: Step) -> Iterator[Any]:
+    for _, sample in zip(range(1), step, strict=False):
+        yield sample
+
+
+def _by_next(step: Step) -> Iterator[Any]:
+    yield next(iter(step))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("left", [_by_break, _by_zip, _by_next])
+def test_a_loop_over_the_step_that_is_left_at_its_last_micro_batch_is_noticed(
+    left: Callable[[Step], Iterator[Any]], exact: bool
+) -> None:
+    """Without an error, the model would not be trained, or its buffers would not follow."""
+    model = nn.Sequential(nn.BatchNorm1d(3), _model())
+    optimizer = torch.optim.SGD(model.parameters())
+    steps = Run(Engine(World(), torch.device("cpu"))).steps(_loader(8), model, optimizer, until="1ba", exact=exact)
+    step = next(steps)
+    for sample in left(step):
+        step.backward(_mse(step, sample))
+    with pytest.raises(UsageError, match="came before the loop over the step had ended"):
+        step.update()
+    assert not step.updated
 
 
 def test_a_stop_holds_for_the_next_training_too() -> None:
