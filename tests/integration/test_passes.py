@@ -80,11 +80,12 @@ def test_a_new_process_leaves_out_all_passes_that_are_done(job: Job) -> None:
 
 
 @pytest.mark.slow
-def test_networks_may_be_frozen_and_unfrozen_in_steps_and_passes(job: Job) -> None:
+@pytest.mark.parametrize("how", ["--freeze", "--toggle"])
+def test_networks_may_be_frozen_and_unfrozen_in_steps_and_passes(job: Job, how: str) -> None:
     """The new process has not come to the code that does it."""
-    alone = undisturbed(job.directory / "alone", "--freeze")
+    alone = undisturbed(job.directory / "alone", how)
     ends = ["--end", "1:1:5:second:kill", "--end", "2:0:10:second:kill"]
-    command = [SCRIPT, str(job.directory), "--freeze", *ends]
+    command = [SCRIPT, str(job.directory), how, *ends]
     result = finished(job, job.launch("--standalone", "--nproc", "2", command=command))
     assert result["hashes"] == alone["hashes"]
     assert (result["restarts"], len(kept(job)), result["resumed"]) == (2, 2, 9)

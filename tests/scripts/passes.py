@@ -62,6 +62,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--default", action="store_true")
     parser.add_argument("--freeze", action="store_true", help="freeze networks in some steps and passes")
+    parser.add_argument("--toggle", action="store_true", help="freeze a network from a step's end to the next head")
     parser.add_argument("--carry", action="store_true", help="use in the second pass what the first one has left")
     parser.add_argument("--exchange", action="store_true", help="exchange something between the two passes")
     parser.add_argument("--thrice", action="store_true", help="a third pass after the second one")
@@ -108,6 +109,7 @@ def main() -> None:
         for step in run.steps(loader, {"g": g, "d": d}, optimizers, until=f"{args.steps}ba", **options):
             fakes: list[Tensor] = []
             g[0].requires_grad_(not args.freeze or step.number > 3)
+            d.requires_grad_(True)
             for x in step:
                 fakes.append(g(torch.randn_like(x)))
                 reached("first", step)
@@ -136,6 +138,7 @@ def main() -> None:
             reached("after", step)
             for scheduler in schedulers.values():
                 scheduler.step()
+            d.requires_grad_(not args.toggle)
         if run.rank == 0:
             hashes = [el.weights_sha256(model)[:16] for model in (g, d)]
             size = float(sum(parameter.abs().sum() for model in (g, d) for parameter in model.parameters()))

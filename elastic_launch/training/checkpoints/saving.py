@@ -341,6 +341,11 @@ class Saver:
         """
         if own is None:
             faults.reached("restore", kept.position[1])
+        starts: Sequence[Start] = ()
+        if live is not None and live.received is not None and live.received.passes:
+            starts = live.received.starts
+        elif live is not None and live.passes and mesh is None and state.start is not None:
+            starts = [*state.start.starts]
         sent: dict[str, Any] = {}
         among, place, holders = ALL, self._world.rank, kept.holders
         if mesh is not None:
@@ -352,18 +357,17 @@ class Saver:
                 assert own is not None
                 if live.received is not None and live.received.passes:
                     # The parts are as at the step's start, see TrainingState.load.
-                    states, starts = live.received.state, live.received.starts
                     received = live.received
+                    states = received.state
                     own |= {"classes": received.classes, "orders": received.orders, "late": received.late}
                 elif mesh is not None:
-                    states, starts = state.captured_here() or {}, []
+                    states = state.captured_here() or {}
                 else:
                     states = state.capture()
-                    starts = state.start.starts if state.start is not None and live.passes else []
-                mine = {"state": states, "meta": own, "starts": list(starts)}
+                mine = {"state": states, "meta": own, "starts": [*starts]}
             sent = broadcast_state(mine, holders[0], place, among)
         if own is not None:
-            return None, own, ()
+            return None, own, starts  # of the state that this process has, as the others get it
         meta = dict(sent["meta"])
         cut = None if mesh is None else state.taking(meta)
         return sent["state"] if cut is None else cut.as_received(sent["state"]), meta, sent["starts"]
