@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 from changes import Changes
-from harness import Job
+from harness import Job, run_script
 
 
 def survived(job: Job, *options: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]], str]:
@@ -66,3 +67,48 @@ def test_what_is_not_saved_ends_processes_with_their_round(job: Job, forgotten: 
     assert not job.events("worker_kept")
     assert result["restarts"] == 0
     assert changes.done_again() == 0
+
+
+SCALED = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+from torch import nn
+import elastic_launch as el
+
+there, enabled, size = Path(sys.argv[1]), sys.argv[2] == "enabled", int(sys.argv[3])
+with el.session() as run:
+    torch.manual_seed(0)
+    model, scaler = nn.Linear(4, 1), torch.amp.GradScaler("cpu", init_scale=64.0, enabled=enabled)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    data = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
+    loader = el.ElasticLoader(data, el.GlobalBatch(size, 4))
+    for step in run.steps(loader, model, optimizer, until="3ba", scaler=scaler, exact=True):
+        if run.rank == 0 and size == 4:  # it has no micro-batch
+            there.touch()
+        for x in step:
+            step.backward(model(x).square().mean())
+            if run.rank == 0:
+                there.touch()
+            elif run.world.round == 1:
+                while not there.exists():
+                    time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGKILL)
+        step.update(clip_norm=1.0)
+    print("done", el.weights_sha256(model), flush=True)
+"""
+
+
+@pytest.mark.parametrize(("enabled", "size"), [("disabled", 16)])
+def test_a_scaler_is_part_of_a_process_that_is_kept_in_its_first_step(
+    job: Job, tmp_path: Path, enabled: str, size: int
+) -> None:
+    script = tmp_path / "scaled.py"
+    script.write_text(SCALED)
+    alone = run_script(str(script), str(tmp_path / "alone"), enabled, str(size)).splitlines()[-1]
+    command = [str(script), str(tmp_path / "there"), enabled, str(size)]
+    agent = job.launch("--standalone", "--nproc", "2", command=command)
+    assert agent.wait(100) == 0, agent.output
+    assert agent.output.count(alone) == 2
+    assert [event["rank"] for event in job.events("worker_kept")] == [0]
+    assert len(job.events("restart_charged")) == 1

@@ -160,8 +160,8 @@ class StepStart:
             pass  # its state is in pieces, and its process ends with its round
         elif isinstance(part, torch.optim.Optimizer) and "param_groups" in part.state_dict():
             self._optimizers[name] = part
-        elif isinstance(part, torch.amp.GradScaler):
-            self._scalers[name] = part  # its state_dict waits for the GPU
+        elif isinstance(part, torch.amp.GradScaler) and part.is_enabled():
+            self._scalers[name] = part  # its state_dict waits for the GPU; that of a disabled one is empty
         elif not isinstance(part, Gathered):
             seconds, first, second = _timed(part)
             size = _size(first)
