@@ -99,7 +99,7 @@ with el.session() as run:
 """
 
 
-@pytest.mark.parametrize(("enabled", "size"), [("disabled", 16)])
+@pytest.mark.parametrize(("enabled", "size"), [("disabled", 16), ("enabled", 16), ("enabled", 4)])
 def test_a_scaler_is_part_of_a_process_that_is_kept_in_its_first_step(
     job: Job, tmp_path: Path, enabled: str, size: int
 ) -> None:

@@ -196,6 +196,10 @@ class TrainingState:
 
     def follow_steps(self, unwatched: Collection[str] = ()) -> StepStart:
         """From now on, know what each step began with; ``unwatched`` is as for :class:`StepStart`."""
+        for part in self.parts:
+            if isinstance(part, torch.amp.GradScaler):
+                # In a step, it would change the state; and a rank without a micro-batch never scales a loss.
+                _make_tensors(part)
         self.start = StepStart(self._parts, unwatched)
         return self.start
 
@@ -380,9 +384,14 @@ def _load(
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         found, hint = module_differences(part, saved) if isinstance(part, nn.Module) else ("", "")
         _refuse(name, origin, found or f"{type(error).__name__}: {error}", hint, error)
-    if isinstance(part, torch.amp.GradScaler) and part.is_enabled():
-        # It makes its tensors when it is first used, and a script may change its scale before that.
-        part.scale(torch.zeros((), device=part._device))
+    if isinstance(part, torch.amp.GradScaler):
+        _make_tensors(part)  # a script may change its scale before it is first used
+
+
+def _make_tensors(scaler: torch.amp.GradScaler) -> None:
+    """Have a scaler make its tensors, as otherwise when it is first used."""
+    if scaler.is_enabled():
+        scaler.scale(torch.zeros((), device=scaler._device))
 
 
 def _elsewhere(names: Collection[str]) -> str:

@@ -351,7 +351,7 @@ class StepStart:
                 values: list[Any] = [*chain.from_iterable(map(dict.values, optimizer.state.values()))]
                 known[name] = self._of_optimizer(name, values)
             for name, scaler in self._scalers.items():
-                # Its methods that return these wait for the GPU. They are made when it is first used.
+                # Its methods that return these wait for the GPU.
                 known[name] = [], [x._version for x in (scaler._scale, scaler._growth_tracker) if x is not None]
             for name, part in self._large.items():
                 leaves = [*_leaves(part.state_dict())]
