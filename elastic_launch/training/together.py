@@ -64,6 +64,9 @@ class OptimizerSteps:
     def begin_pass(self) -> None:
         """New gradients follow, which are scaled."""
         self._unscaled.clear()
+        if self.scaler is not None and self.scaler.is_enabled():
+            # It forgets what it has unscaled when it is updated, which it is not if that pass was left or not counted.
+            self.scaler._per_optimizer_states.clear()
 
     def chosen(self, call: str, name: str | None) -> list[torch.optim.Optimizer]:
         """Return the optimizer of this name, or all; ``call`` names the step's method in errors."""

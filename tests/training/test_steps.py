@@ -134,6 +134,25 @@ def test_a_step_in_which_all_weights_are_0_updates_nothing(exact: bool) -> None:
     assert trained(1, 1.0)[0] != weights_sha256(model)
 
 
+@pytest.mark.parametrize("enabled", [False, True])
+def test_gradients_that_are_read_in_a_step_of_weight_0_change_nothing_for_the_scaler(enabled: bool) -> None:
+    def trained(*, read: bool) -> tuple[str, list[bool], dict[str, Any]]:
+        model, scaler = _model(), torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2, enabled=enabled)
+        optimizer, skipped = torch.optim.Adam(model.parameters(), lr=0.1), []
+        run = Run(Engine(World(), torch.device("cpu")))
+        for step in run.steps(_loader(4), model, optimizer, until="4ba", scaler=scaler):
+            for sample in step:
+                step.backward(_mse(step, sample), weight=float(step.number != 2))
+            if read:
+                assert (step.grad_norm() == 0) == (step.number == 2)
+            step.update(clip_norm=1.0)
+            skipped.append(step.skipped)
+        return weights_sha256(model), skipped, scaler.state_dict()
+
+    assert trained(read=True) == trained(read=False)
+    assert trained(read=True)[1] == [False, True, False, False]
+
+
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_loss_that_is_not_a_number_names_its_place_and_changes_nothing(exact: bool) -> None:
     model = _model()
