@@ -332,6 +332,14 @@ def test_tensors_without_versions_or_addresses_are_watched_by_identity() -> None
     assert training.head(change_value) == ["linear.weight"]
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+def test_the_tensors_of_a_torchscript_module_are_watched() -> None:
+    training = Training()
+    training.model.later = later = torch.jit.script(nn.Linear(2, 2))
+    assert training.head(lambda training: None) == []
+    assert training.head(lambda training: nn.init.zeros_(later.weight)) == ["later.weight"]
+
+
 def test_a_copy_shares_nothing() -> None:
     class Own:
         def __init__(self) -> None:

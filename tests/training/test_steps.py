@@ -324,6 +324,25 @@ def test_what_cannot_be_exact_is_refused_by_name(module: nn.Module, message: str
         check_model(nn.Sequential(module))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+def test_a_torchscript_module_is_refused_in_exact_mode_by_name() -> None:
+    with pytest.raises(UsageError, match=r"^0 is a TorchScript module"):
+        check_model(nn.Sequential(torch.jit.script(nn.Linear(3, 2))))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_torchscript_module_is_trained_as_the_python_module_is(whole: bool) -> None:
+    def trained(make: Callable[[nn.Module], nn.Module]) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        inner = make(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
+        model = inner if whole else nn.Sequential(inner, nn.Linear(1, 1))
+        _train(2, False, lambda step, sample: step.backward(_mse(step, sample)), model=model)
+        return dict(model.state_dict())
+
+    torch.testing.assert_close(trained(torch.jit.script), trained(lambda module: module))
+
+
 @pytest.mark.parametrize("exact", [False, True])
 def test_unchanged_buffers_stay_as_they_are(exact: bool) -> None:
     """The mean of equal numbers, taken in floating point, is not always that number: 0.1 / 3 three times is not 0.1."""

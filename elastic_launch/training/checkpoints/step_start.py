@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, repeat
-from operator import attrgetter, is_
+from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ Start = dict[str, Any]
 """What was small at one start, in a form that a checkpoint can hold: by kind, then by part."""
 
 _version = attrgetter("_version")
+_values = methodcaller("values")  # those of a TorchScript module are no dicts
 
 
 def copied(value: Any, tensor: Callable[[Tensor], Tensor] = lambda tensor: tensor.detach().clone()) -> Any:
@@ -308,14 +309,14 @@ class StepStart:
     def _look(self) -> None:
         """Determine the modules' members and the optimizers' parameters again, if they have changed."""
         own = [p for x in self._optimizers.values() for group in x.param_groups for p in group["params"]]
-        members = [*chain.from_iterable(map(dict.values, self._filled))]
+        members = [*chain.from_iterable(map(_values, self._filled))]
         count = sum(map(len, self._dicts))
         if count == self._count and _identical(members, self._members) and _identical(own, self._own):
             return
         modules = [(name, path, x) for name, part in self._modules.items() for path, x in part.named_modules()]
         self._dicts = [each for *_, x in modules for each in (x._parameters, x._buffers, x._modules)]
         self._filled = [each for each in self._dicts if each]
-        self._members = [*chain.from_iterable(map(dict.values, self._filled))]
+        self._members = [*chain.from_iterable(map(_values, self._filled))]
         self._count, self._own = sum(map(len, self._dicts)), own
         parameters: dict[int, tuple[str, Tensor]] = {}
         buffers: dict[int, tuple[str, Tensor]] = {}

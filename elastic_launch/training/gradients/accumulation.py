@@ -55,6 +55,13 @@ def check_model(model: nn.Module) -> None:
                 f"{name or 'the model'} makes sparse gradients, which cannot be added in a fixed order.",
                 "Build it with sparse=False.",
             )
+        if isinstance(module, torch.jit.ScriptModule):
+            # How many calls a process has made depends on the world size. It refuses the hooks of the checks, too.
+            raise UsageError(
+                f"{name or 'the model'} is a TorchScript module, which torch optimizes after its first call: later "
+                "calls compute other bits.",
+                "Use the Python module that it was made from, or leave out exact=True.",
+            )
 
 
 @dataclass
