@@ -79,6 +79,19 @@ def lock_of_pickles(calls: str) -> object:
     return open(os.devnull)
 
 
+class Unpicklable:
+    """Its error is of a type that torch's raise, such as those of TorchScript modules."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise RuntimeError("Tried to serialize object")
+
+
+def unpicklable(calls: str) -> object:
+    """Return something that cannot be pickled, with the error of its own; see :func:`lock_of_pickles`."""
+    lock_of_pickles(calls)
+    return Unpicklable()
+
+
 class _OnlyPickled:
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickled, ()

@@ -191,7 +191,8 @@ def all_reduce(tensor: Tensor, reduce_operation: str = "SUM", group: ProcessGrou
             "Choose one of " + ", ".join(_OPERATIONS) + ".",
         )
     if _joined("all_reduce"):
-        distributed.all_reduce(tensor, op=getattr(distributed.ReduceOp, name), group=group)
+        with _dense(tensor) as dense:
+            distributed.all_reduce(dense, op=getattr(distributed.ReduceOp, name), group=group)
 
 
 def broadcast(tensor: Tensor, src: int, group: ProcessGroup | None = None) -> None:
@@ -200,7 +201,18 @@ def broadcast(tensor: Tensor, src: int, group: ProcessGroup | None = None) -> No
     Its shape and dtype must be the same on all ranks.
     """
     if _joined("broadcast"):
-        distributed.broadcast(tensor, src=src, group=group)
+        with _dense(tensor) as dense:
+            distributed.broadcast(dense, src=src, group=group)
+
+
+@contextmanager
+def _dense(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield a tensor, or in place of a view with gaps a copy, which is copied back: gloo ignores strides."""
+    dense = tensor.contiguous()
+    yield dense
+    if dense is not tensor:
+        with torch.no_grad():
+            tensor.copy_(dense)
 
 
 def all_gather(tensor: Tensor, group: ProcessGroup | None = None) -> list[Tensor]:
@@ -372,11 +384,12 @@ def busy_wait_for_local_rank_zero(
     try:
         yield
     except (Exception, SystemExit) as error:
-        _write_signal(name, dir_path, f"{type(error).__name__}: {error}")
+        with suppress(OSError):  # the error itself says more
+            _write_signal(name, dir_path, f"{type(error).__name__}: {error}")
         raise
     path = write_signal_file(name, dir_path)
     with local_rank_zero_download_and_wait(path, timeout=timeout):
-        with open(path, errors="replace") as file:
+        with open(path, encoding="utf-8", errors="replace") as file:
             said = file.read()
         if said != _DONE:
             raise ElasticLaunchError(
@@ -455,7 +468,7 @@ def _write_signal(name: str, directory: str | os.PathLike[str] | None, text: str
     path = os.path.join(os.getcwd() if directory is None else directory, name)
     if _first_on_node():
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(f"{path}.new", "w") as file:
+        with open(f"{path}.new", "w", encoding="utf-8", errors="replace") as file:
             file.write(text)
         os.replace(f"{path}.new", path)  # never visible half-written
     return path

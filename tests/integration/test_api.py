@@ -247,7 +247,9 @@ def test_ways_to_end_without_a_result(tmp_path: Path) -> None:
     config = configured(tmp_path, nproc_per_node=1, max_restarts=3)  # none of which is used
     with pytest.raises(ChildFailedError, match="a TextIOWrapper that cannot be pickled for the caller: cannot pickle"):
         elastic_launch(config, called.lock_of_pickles)(str(tmp_path / "calls"))
-    assert (tmp_path / "calls").read_text() == "0"
+    with pytest.raises(ChildFailedError, match="a Unpicklable that cannot be pickled for the caller: Tried to serial"):
+        elastic_launch(config, called.unpicklable)(str(tmp_path / "calls"))
+    assert (tmp_path / "calls").read_text() == "00"
     with pytest.raises(RuntimeError, match="not here") as caught:
         elastic_launch(config, called.only_pickled)()
     assert caught.value.__notes__ == ["This was raised while the result of local rank 0 was unpickled."]

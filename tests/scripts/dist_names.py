@@ -3,6 +3,7 @@
 With ``--fail`` local rank 0 raises where it is to run first; the exception is not caught.
 """
 
+import functools
 import json
 import os
 import pathlib
@@ -80,6 +81,13 @@ def reduced(*operation):
     return [tensor.tolist(), returned]
 
 
+def column(exchange):
+    """What a matrix has after an exchange of its first column, which is a view with gaps."""
+    whole = torch.full((2, 2), rank + 1)
+    exchange(whole[:, :1])
+    return whole.tolist()
+
+
 def broadcast():
     tensor = torch.full((2,), rank)
     dist.broadcast(tensor, src=1)
@@ -123,9 +131,9 @@ def not_waited():
     try:
         with dist.busy_wait_for_local_rank_zero(directory / "failing"):
             if rank == 0:
-                raise OSError("no room on the disk")
+                raise OSError("no room on the disk" + os.fsdecode(b"\xff"))
     except (OSError, ElasticLaunchError) as error:
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+        return f"{type(error).__name__}: {error}".splitlines()[0].rstrip("?\udcff")
 
 
 def written():
@@ -160,8 +168,8 @@ with el.session() as run:
         "get_local_world_size": dist.get_local_world_size(),
         "get_node_rank": dist.get_node_rank(),
         "barrier": barrier(),
-        "all_reduce": [reduced(), reduced("max"), reduced("PRODUCT")],
-        "broadcast": broadcast(),
+        "all_reduce": [reduced(), reduced("max"), reduced("PRODUCT"), column(dist.all_reduce)],
+        "broadcast": [broadcast(), column(functools.partial(dist.broadcast, src=1))],
         "run_local_rank_zero_first": [
             entered("first", dist.run_local_rank_zero_first()),
             failure(),

@@ -148,8 +148,8 @@ INSIDE: dict[str, tuple[Any, Any]] = {
     "is_initialized": ([False, True, True],) * 2,
     "initialize_dist": ([True, "gloo", 2],) * 2,
     "barrier": (True, True),
-    "all_reduce": ([[[3, 10], None], [[2, 5], None], [[2, 25], None]],) * 2,
-    "broadcast": ([1, 1],) * 2,
+    "all_reduce": tuple([[[3, 10], None], [[2, 5], None], [[2, 25], None], [[3, rest], [3, rest]]] for rest in (1, 2)),
+    "broadcast": tuple([[1, 1], [[2, rest], [2, rest]]] for rest in (1, 2)),
     "all_gather": (
         {"parts of 1": _SHIFTED, "mine": _MATRIX, "scalars": [0, 1], "gradient": False},
         {"parts of 1": _MATRIX, "mine": _SHIFTED, "scalars": [0, 1], "gradient": False},

@@ -21,8 +21,8 @@ from elastic_agents.warm.ending import ERROR_FILE, record
 HEADER = struct.Struct("<Q")
 """Precedes a pickled result: the number of the round."""
 
-UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError, RecursionError)
-"""What pickling raises for an object that cannot be pickled."""
+UNPICKLABLE = (pickle.PickleError, AttributeError, TypeError, ValueError, RuntimeError)
+"""What pickling raises for an object that cannot be pickled; torch's and multiprocessing's raise the last one."""
 
 ROUND = "ELASTIC_LAUNCH_ROUND"
 """The variable with the round's number (elastic_launch.contract.ENV_ROUND)."""
