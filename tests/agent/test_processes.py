@@ -85,14 +85,18 @@ echo never
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("shell", ["sh", "bash", "bash that cleans up"])
 def test_a_shell_that_a_signal_ends_counts_as_running_until_its_script_has_saved(
-    processes: ExecProcesses, exits: Exits, tmp_path: Path, number: signal.Signals
+    processes: ExecProcesses, exits: Exits, tmp_path: Path, number: signal.Signals, shell: str
 ) -> None:
-    pid = processes.start(_shell(f"cd {tmp_path}; {WRAPPED}"))
+    trap = "trap 'touch cleaned' EXIT; " if "cleans" in shell else ""
+    command = [shell.partition(" ")[0], "-c", f"cd {tmp_path}; {trap}{WRAPPED}"]
+    pid = processes.start(StartRequest(command, os.environ, 1, 2))
     wait_for("the script", (tmp_path / "begun").exists)
     processes.terminate(pid, number)
     assert exits.get(timeout=60) == (pid, -number)
     assert (tmp_path / "saved").exists()
+    assert (tmp_path / "cleaned").exists() == bool(trap)
 
 
 def test_a_script_that_does_not_end_is_killed_with_its_shell(

@@ -215,12 +215,16 @@ def ignores(pid: int, number: int) -> bool:
 
 
 def _wraps(pid: int, number: int) -> bool:
-    """Whether a process seems to be a shell that a script runs in: it is not Python, and a signal simply ends it."""
+    """Whether a process seems to be a shell that a script runs in: it is not Python, and a signal ends it at once.
+
+    For a trap on EXIT, bash catches all signals that would end it, SIGILL among them, and ends once that trap has run.
+    """
     try:
         program = os.path.basename(os.readlink(f"/proc/{pid}/exe"))
     except OSError:
         return False
-    return not program.startswith("python") and not heeds(pid, number)
+    cleans_up = program == "bash" and catches(pid, signal.SIGILL)
+    return not program.startswith("python") and (cleans_up or not heeds(pid, number))
 
 
 def _signal_group(leader: int, number: int) -> None:
