@@ -86,10 +86,11 @@ class CheckpointEnd:
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """A failure that training survives.
+    """A failure that training survives, or a later round in which this process has begun.
 
     Attributes:
-        kind: ``restart``, ``out of memory`` or ``checkpoint``.
+        kind: ``restart`` (this process has begun in a later round than the first; one that goes on in another round
+            gets :meth:`Callback.on_round` alone, with the reason), ``out of memory`` or ``checkpoint``.
         step: optimizer steps done at that time; after a restart, the step that training resumes from.
         cause: a description for people.
     """
@@ -134,7 +135,7 @@ class Callback:
         """Called at the end of a step, or of the training, after a checkpoint was written or failed."""
 
     def on_incident(self, incident: Incident) -> None:
-        """Called after a failure that training survives."""
+        """Called after a failure that training survives, see :class:`Incident`."""
 
 
 class Progress(Callback):
