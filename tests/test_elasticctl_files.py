@@ -83,6 +83,27 @@ def test_logs_are_those_of_the_last_run_of_an_id(tmp_path: Path, capsys: pytest.
     assert capsys.readouterr().out == "in round 1\n"
 
 
+def test_logs_are_those_of_the_last_run_in_a_file(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    """As of a Slurm job that was requeued: its run has the same directory, and its node the same id."""
+    path = tmp_path / "events-a.jsonl"
+
+    def start(number: int, pid: int, cause: str) -> None:
+        record(path, 5, event="order_received", order="form", round=number, term=1, cause=cause)
+        worker(path, "worker_started", number, 0, pid)
+
+    for number in (1, 2):
+        start(number, number, "crash" if number > 1 else "first")
+        printed_by(tmp_path / f"round_{number}" / "0", f"in round {number}\n")
+        ended = {"round": number, "rank": 0, "local_rank": 0, "pid": number, "ran_s": 1.0}
+        record(path, 5, event="worker_exited", exit_code=1, stopped=False, **ended)
+    start(1, 7, "first")
+    assert main(["logs", "0", "--log-dir", str(tmp_path)]) == 0
+    assert capfdbinary.readouterr() == (b"in round 1\n", b"")
+    start(2, 8, "crash")
+    assert main(["logs", "0", "--log-dir", str(tmp_path)]) == 0
+    assert capfdbinary.readouterr() == (b"in round 2\n", b""), "the failure was one of the earlier run"
+
+
 PROGRAM = (sys.executable, "-c", "from elastic_launch.cli.elasticctl import console_main; console_main()")
 
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elastic_launch.cli.event_lines import LOOK_EVERY
 from elastic_launch.errors import ExitCode, UsageError
 from elastic_launch.events import types as ev
-from elastic_launch.observe.reading import event_files, node_of, of_last_run, parse, read
+from elastic_launch.observe.chronicle import Chronicle
+from elastic_launch.observe.reading import begins_another, event_files, node_of, of_last_run, parse, read
 from elastic_launch.system.plain_text import plain
 
 PIECE = 1024 * 1024
 """Bytes that are read at a time."""
+
+KINDS = ('"event": "worker_', '"event": "round_formed"', '"event": "order_received"')
+"""What the lines have that tell of a worker, or where a further run begins; a file is read again when it grows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,15 @@ class _Failed:
         return f"elasticctl: rank {rank} of round {self.round} (pid {self.pid}) ended {how}; its output {where}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What one file tells of the rank: the round of its newest worker, 0 if it has none, and where its output is."""
+
+    round: int = 0
+    place: Path | None = None
+    failed: _Failed | None = None
+
+
 class _Files:
     """Finds the directory with the output of the newest worker of a rank.
 
@@ -46,7 +59,7 @@ class _Files:
         files = event_files(directory)
         kept = {host.node for host in of_last_run([read(path) for path in files])} if len(files) > 1 else set()
         self._earlier = {path for path in files if kept and node_of(path) not in kept}
-        self._found: tuple[int, Path | None] = 0, None
+        self._told: dict[Path, _Told] = {}
         self.failed: _Failed | None = None
 
     def newest(self) -> tuple[int, Path | None]:
@@ -58,38 +71,48 @@ class _Files:
                 size = path.stat().st_size
                 if size != self._sizes.get(path):
                     self._sizes[path] = size
-                    self._read(path)
+                    self._told[path] = self._read(path)
             except OSError as error:
                 print(plain(f"{path} cannot be read: {error.strerror}"), file=sys.stderr)
-        return self._found
+        told = self._told.values()
+        self.failed = max((x.failed for x in told if x.failed), key=lambda failed: failed.round, default=None)
+        newest = max(told, key=lambda x: x.round, default=_Told())
+        return newest.round, newest.place
 
-    def _read(self, path: Path) -> None:
+    def _read(self, path: Path) -> _Told:
         node = node_of(path)
+        found, chronicle = _Told(), Chronicle()
         started: dict[int, ev.WorkerStarted] = {}  # by pid
         with path.open(errors="replace") as file:
             for line in file:
-                if '"event": "worker_' not in line:
+                if not any(kind in line for kind in KINDS):
                     continue
                 try:
                     told = parse(line)
                 except ValueError:
                     continue  # ``elasticctl events`` names it
-                match told:
-                    case (_, ev.WorkerStarted() as event):
+                if told is None:
+                    continue
+                if begins_another(chronicle, *told):  # its rounds have numbers of their own
+                    found, chronicle, started = _Told(), Chronicle(), {}
+                chronicle.add(*told)
+                match told[1]:
+                    case ev.WorkerStarted() as event:
                         started[event.pid] = event
-                    case (_, ev.WorkerKept() | ev.WorkerPlaced() as event):
+                    case ev.WorkerKept() | ev.WorkerPlaced() as event:
                         pass
-                    case (_, ev.WorkerExited(rank=self._rank, stopped=False, exit_code=code) as ended) if code:
+                    case ev.WorkerExited(rank=self._rank, stopped=False, exit_code=code) as ended if code:
                         began = started.get(ended.pid)
                         place = self._place(node, began) if began else None
-                        if self.failed is None or ended.round >= self.failed.round:
-                            self.failed = _Failed(ended.round, ended.pid, code, place)
+                        if found.failed is None or ended.round >= found.failed.round:
+                            found = replace(found, failed=_Failed(ended.round, ended.pid, code, place))
                         continue
                     case _:
                         continue
                 # A worker that stays prints where it did in the round in which it was started.
-                if event.rank == self._rank and event.round >= self._found[0] and (first := started.get(event.pid)):
-                    self._found = event.round, self._place(node, first)
+                if event.rank == self._rank and event.round >= found.round and (first := started.get(event.pid)):
+                    found = replace(found, round=event.round, place=self._place(node, first))
+        return found
 
     def _place(self, node: str, first: ev.WorkerStarted) -> Path | None:
         local, number = str(first.local_rank), first.round

@@ -135,7 +135,7 @@ def read(path: Path) -> Host:
                 if known is None or known[1] is None:
                     continue
                 value, (clock, event) = known[0], known[1]
-                if _begins_another(chronicle, clock, event):
+                if begins_another(chronicle, clock, event):
                     further.append(f"{path}: a further run begins in line {refused.lines}; what is before is left out")
                     chronicle, told = Chronicle(), []
                 chronicle.add(clock, event)
@@ -243,7 +243,8 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def _begins_another(chronicle: Chronicle, clock: float, event: ev.Event) -> bool:
+def begins_another(chronicle: Chronicle, clock: float, event: ev.Event) -> bool:
+    """Whether an event is of a later run than those before it in its file, which are in the chronicle."""
     if chronicle.since is None:
         return False
     match event:
