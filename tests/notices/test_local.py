@@ -106,10 +106,28 @@ def test_slurm_is_asked_at_once_when_the_end_is_not_known(end: str, answer: floa
     ],
 )
 def test_what_squeue_shows(shown: str, seconds: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    (tmp_path / "squeue").write_text(f'#!/bin/sh\n[ "$2" = --jobs=17 ] && echo "{shown}"\n')
-    (tmp_path / "squeue").chmod(0o755)
+    stand_in(tmp_path, monkeypatch, f"17 {shown}")
     assert seconds_left("17") == seconds
+
+
+def stand_in(directory: Path, monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    """Put a squeue in the path that knows of job 17."""
+    monkeypatch.setenv("PATH", f"{directory}:{os.environ['PATH']}")
+    shown = " ".join(f"'{line}'" for line in lines)
+    asked = '[ "$2" = --jobs=17 ] && [ "$3" = "--format=%A %L" ]'
+    (directory / "squeue").write_text(f"#!/bin/sh\n{asked} && printf '%s\\n' {shown}\n")
+    (directory / "squeue").chmod(0o755)
+
+
+@pytest.mark.parametrize("lines", [("18 55:00", "17 0:40"), ("17  0:40", "18  55:00", "19  UNLIMITED")])
+def test_a_job_is_told_from_others_of_its_array(
+    lines: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """squeue shows all of an array, or of a heterogeneous job, if it is asked for the job whose id is that of all."""
+    stand_in(tmp_path, monkeypatch, *lines)
+    assert seconds_left("17") == 40.0
+    stand_in(tmp_path, monkeypatch, "18 55:00")
+    assert seconds_left("17") is None
 
 
 def test_without_squeue_the_end_is_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,15 +67,21 @@ def _later(left: float | None) -> str:
 
 
 def seconds_left(job: str) -> float | None:
-    """Return the seconds until Slurm's time limit of a job, as squeue shows it; None if it does not."""
+    """Return the seconds until Slurm's time limit of a job, as squeue shows it; None if it does not.
+
+    One task of a job array has the array's id, and the first component of a heterogeneous job has that of the whole
+    job: asked for it, squeue shows the others, too.
+    """
     import subprocess  # needed in Slurm only
 
-    command = ["squeue", "--noheader", f"--jobs={job}", "--format=%L"]
+    command = ["squeue", "--noheader", f"--jobs={job}", "--format=%A %L"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER, stdin=subprocess.DEVNULL)
     except (OSError, ValueError, subprocess.TimeoutExpired):
         return None
-    if (text := done.stdout.strip()) == "UNLIMITED":
+    shown = re.search(rf"^\s*{re.escape(job)}\s+(\S+)\s*$", done.stdout, re.MULTILINE)
+    text = shown[1] if shown else ""
+    if text == "UNLIMITED":
         return math.inf
     found = re.fullmatch(r"(?:(?:(\d{1,5})-)?(\d{1,2}):)?(\d{1,2}):(\d{2})", text, re.ASCII)
     if found is None:
