@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
 from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime, timedelta
@@ -326,6 +328,42 @@ def test_recording_continues_when_the_file_can_be_written_again(tmp_path: Path) 
     blocker.unlink()
     sink.emit(ev.LinkChanged(up=True, cause="kept"))
     assert [value["cause"] for value in read(sink.path)] == ["kept"]
+
+
+def fill_disk(patch: pytest.MonkeyPatch, room: int) -> None:
+    """Let writes take as many bytes in all, the last of them a part, and fail from then on."""
+    written, write = 0, os.write
+
+    def take(descriptor: int, data: bytes) -> int:
+        nonlocal written
+        if written == room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        taken = write(descriptor, data[: room - written])
+        written += taken
+        return taken
+
+    patch.setattr(os, "write", take)
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["the same agent", "the next agent"])
+def test_a_line_that_a_full_disk_has_cut_costs_no_further_line(
+    same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors: list[OSError] = []
+    sink = JsonLines(tmp_path / "events.jsonl", FakeClock(), errors.append)
+    sink.emit(ev.LinkChanged(up=True, cause="first"))
+    with monkeypatch.context() as patch:
+        fill_disk(patch, room=20)
+        sink.emit(ev.LinkChanged(up=True, cause="cut"))
+        assert [error.errno for error in errors] == [errno.ENOSPC]
+        sink.emit(ev.LinkChanged(up=True, cause="lost"))
+    if not same:
+        sink = JsonLines(sink.path, FakeClock(), fail)
+    for cause in ("second", "third"):
+        sink.emit(ev.LinkChanged(up=True, cause=cause))
+    first, cut, *others = sink.path.read_text().splitlines()
+    assert len(cut) == 20
+    assert [json.loads(line)["cause"] for line in (first, *others)] == ["first", "second", "third"]
 
 
 def test_lines_of_many_threads_do_not_mix(tmp_path: Path) -> None:

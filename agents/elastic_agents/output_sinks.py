@@ -168,8 +168,10 @@ class Appended:
                 # Links are followed: the user may have named this file.
                 descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
                 self._file = os.fdopen(descriptor, "ab", 0)
-            self._file.write(data)
-            self._kept.any = True
+            rest = data
+            while rest:  # a disk that fills up takes a part, and says only to the next write that it is full
+                rest = rest[os.write(self._file.fileno(), rest) :]
+                self._kept.any = True
         except OSError as error:  # a full disk must not stop training
             self._kept.complain(error)
 

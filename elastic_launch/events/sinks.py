@@ -44,6 +44,7 @@ class JsonLines:
         self._on_error: Callable[[OSError], None] | None = on_error
         self._writer = writer
         self._lock = threading.Lock()
+        self._whole = False  # whether the file is known to end with a whole line
         self._about: dict[str, str | int] = {"version": version} if version else {}
 
     def emit(self, event: Event) -> None:
@@ -72,8 +73,16 @@ class JsonLines:
         with self._lock:
             try:
                 make_private(self.path.parent)
-                with open(open_private(self.path, os.O_WRONLY | os.O_APPEND), "ab", 0) as file:
-                    file.write(data)
+                descriptor = open_private(self.path, os.O_RDWR | os.O_APPEND)
+                try:
+                    # A full disk may have taken half of a line, also of an earlier agent: this one must not extend it.
+                    rest = b"\n" + data if not self._whole and _is_torn(descriptor) else data
+                    self._whole = False
+                    while rest:
+                        rest = rest[os.write(descriptor, rest) :]
+                    self._whole = True
+                finally:
+                    os.close(descriptor)
             except OSError as error:
                 self._complain(error)
 
@@ -81,3 +90,8 @@ class JsonLines:
         on_error, self._on_error = self._on_error, None
         if on_error:
             on_error(error)
+
+
+def _is_torn(descriptor: int) -> bool:
+    size = os.fstat(descriptor).st_size
+    return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"

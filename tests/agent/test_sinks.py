@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -641,6 +642,29 @@ def test_only_a_regular_file_is_used_as_termination_log(
     monkeypatch.setenv("ELASTIC_LAUNCH_TERMINATION_LOG", str(path))
     write_termination_log("x")
     assert (path.stat().st_mode if path.exists() else None) == was
+
+
+def test_a_disk_that_fills_up_in_a_write_is_complained_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The system takes a part of the data, and reports no error unless it is asked for the rest."""
+    kept, write, path = Kept(), os.write, tmp_path / "stdout.log"
+
+    def take(descriptor: int, data: bytes) -> int:
+        if os.fstat(descriptor).st_size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data[:4])
+
+    with contextlib.closing(Writer("logs", limit=1000, patience=60)) as writer, monkeypatch.context() as patch:
+        patch.setattr(os, "write", take)
+        file = Appended(path, writer, kept)
+        file.write(b"a line\n")
+        assert writer.flush()
+        file.close()
+        assert writer.flush()
+    assert path.read_bytes() == b"a li"
+    assert kept.any
+    assert "the workers' output is not kept in files: [Errno 28] No space left on device" in caplog.text
 
 
 def test_a_file_that_cannot_be_closed_stops_no_output(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
