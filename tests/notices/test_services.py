@@ -240,6 +240,24 @@ def test_hints_on_aws_make_no_node_leave_and_do_not_hide_each_other(service: Ser
 
 
 @pytest.mark.parametrize("cloud", ["gcp"], indirect=True)
+@pytest.mark.parametrize("answer", [None, "A_KIND_OF_LATER"])
+def test_on_gcp_trouble_with_one_document_does_not_hide_the_other(
+    answer: str | None, service: Service, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gcp, "WAIT", 0.1)
+    service.tell(GCP + "maintenance-event", answer)
+    for _ in range(2):
+        with pytest.raises(Trouble) as raised:
+            source.poll()
+        assert "maintenance-event" in f"{raised.value.what} {raised.value.detail}"
+    preempt("gcp", service)
+    assert [x.kind for x in source.poll()] == ["preemption"]
+    service.tell(GCP + "preempted", answer)
+    service.tell(GCP + "maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE")
+    assert [x.kind for x in source.poll()] == ["maintenance"]
+
+
+@pytest.mark.parametrize("cloud", ["gcp"], indirect=True)
 def test_on_gcp_the_server_is_asked_to_wait_and_no_change_is_missed(
     service: Service, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,12 +72,22 @@ class Gcp(MetadataSource):
         self._etag = ""
 
     def poll(self) -> Sequence[Notice]:
-        # Polling once is also what makes the server announce maintenance a minute ahead.
-        happening = maintenance(self._get("maintenance-event", DEADLINE).text)
-        if happening is not None:
-            return [notice for notice in (happening, self._preempted(wait=0)) if notice is not None]
-        notice = self._preempted(wait=WAIT if self._etag else 0)
-        return [] if notice is None else [notice]
+        notices: list[Notice] = []
+        found: tuple[str, str] | None = None  # not the error itself: its traceback would hold a connection
+        # Polling maintenance is also what makes the server announce it a minute ahead. Trouble with one document must
+        # not hide the other.
+        for document in (self._maintenance, lambda: self._preempted(WAIT if self._etag and not notices else 0)):
+            try:
+                if (notice := document()) is not None:
+                    notices.append(notice)
+            except Trouble as trouble:
+                found = found or (trouble.what, trouble.detail)
+        if found and not notices:
+            raise Trouble(*found)
+        return notices
+
+    def _maintenance(self) -> Notice | None:
+        return maintenance(self._get("maintenance-event", DEADLINE).text)
 
     def _preempted(self, wait: int) -> Notice | None:
         """Send the last ETag: any change since then is answered at once."""
