@@ -232,6 +232,32 @@ def test_the_status_of_a_run_that_has_ended_names_it_by_a_directory(
     assert "Name it once" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", [True, False], ids=["flag", "variable"])
+def test_a_run_that_keeps_no_output_is_found(
+    flag: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """elastic-launch --log-dir /dev/null has its own files in the state directory."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("PET_LOG_DIR", str(tmp_path / "elsewhere") if flag else os.devnull)
+    given = ["--log-dir", os.devnull] if flag else []
+    directory = tmp_path / "elastic-launch" / "20260101T000000Z-7" / "mine"
+    directory.mkdir(parents=True, mode=0o700)
+    record(directory / "events-a.jsonl", 30, event="node_ended", code=0, cause="all done")
+    file = RunFile(directory)
+    file.write(RunAddress("mine", "c10d", "127.0.0.1:1", "a"))
+    file.end(0, "all done")
+    assert main(["status", "--rdzv-id", "mine", *given]) == ExitCode.TRAINING_FAILED
+    assert "Run 'mine' has ended with exit code 0: all done." in capsys.readouterr().err
+    assert main(["events", "--rdzv-id", "mine", *given]) == 0
+    assert "all done" in capsys.readouterr().out
+    assert main(["prune", *given]) == 0
+    assert capsys.readouterr().out.endswith(f" left in {tmp_path / 'elastic-launch'}\n")
+    examined: list[Path] = []
+    monkeypatch.setattr("elastic_launch.cli.elasticctl.examine", lambda address, logs, *_: examined.append(logs) or 0)
+    assert main(["doctor", *given]) == 0
+    assert examined == [tmp_path / "elastic-launch"]
+
+
 @pytest.mark.parametrize("command", [["events"], ["report"], ["logs", "0"]])
 def test_another_id_than_that_of_the_directory_is_an_error(
     command: list[str], run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

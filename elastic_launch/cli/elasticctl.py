@@ -233,7 +233,13 @@ def _address(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[A
 
 def _values(options: argparse.Namespace, environ: Mapping[str, str]) -> Values:
     given = {name: getattr(options, name[2:].replace("-", "_")) for name in _WHERE}
-    return Values({name: [text] for name, text in given.items() if text is not None}, environ)
+    values = Values({name: [text] for name, text in given.items() if text is not None}, environ)
+    if values.text("--log-dir") != os.devnull:
+        return values
+    # With it elastic-launch keeps no output, and has the run's own files in the default directory.
+    unset = ("--log-dir", *values.table["--log-dir"].variables)
+    kept = {name: texts for name, texts in values.given.items() if name not in unset}
+    return Values(kept, {name: text for name, text in environ.items() if name not in unset})
 
 
 def _found(log_dir: str | None, run_id: str | None, environ: Mapping[str, str]) -> FoundRun:
@@ -418,13 +424,14 @@ def _prune(options: argparse.Namespace) -> int:
     keep = Setting("--keep-runs ", options.keep_runs).whole()
     if keep < 0:
         raise UsageError(f"--keep-runs {keep} is below 0.", "Give the number of runs that stay.")
-    base = Path(options.log_dir) if options.log_dir else state_directory(os.environ)
+    named = options.log_dir not in (None, os.devnull)
+    base = Path(options.log_dir) if options.log_dir and named else state_directory(os.environ)
     removed = 0
     try:
-        for path in prune(base, keep, named=options.log_dir is not None):
+        for path in prune(base, keep, named=named):
             removed += 1
             print(f"removed {path}", flush=True)
-        left = len(runs_in(base, named=options.log_dir is not None))
+        left = len(runs_in(base, named=named))
     except OSError as error:
         raise UsageError(f"prune: {error}.", "Correct --log-dir, or the permissions.") from error
     print(f"{counted(removed, 'run')} removed, {left} left in {base}")
