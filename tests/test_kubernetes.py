@@ -12,7 +12,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from kubelet.jobs import decide
+from kubelet.jobs import IndexedJob, decide
 from kubelet.manifests import EXAMPLES, RENDERED, VERSIONS, Manifest, documents, find, judge, pod_of, rendered
 
 from elastic_launch.cli.main import parse
@@ -302,7 +302,7 @@ def test_the_budget_and_the_failed_indexes_leave_the_run_its_minimum() -> None:
     spec = job()["spec"]
     config = parse([*pod_of(job())["containers"][0]["args"][:-1], __file__], {"PET_RDZV_ENDPOINT": "a:1"})
     assert spec["completions"] == spec["parallelism"] == config.limits.max_nodes
-    assert spec["completions"] - spec["maxFailedIndexes"] == config.limits.min_nodes
+    assert spec["completions"] - spec["maxFailedIndexes"] >= config.limits.min_nodes
 
 
 def documented() -> dict[int, str]:
@@ -317,6 +317,60 @@ def test_the_page_states_what_the_job_does_for_each_exit_code() -> None:
     assert set(table) >= {code.value for code in ExitCode} - {0}
     for code, action in table.items():
         assert decide(job()["spec"], code, disrupted=False) == action, code
+
+
+class Pod:
+    """One that does nothing until a test gives it an exit code."""
+
+    disrupted = False
+
+    def __init__(self) -> None:
+        self.exit_code: int | None = None
+        self.terminated = False
+
+    def turn(self) -> None:
+        """Do nothing."""
+
+    def terminate(self) -> None:
+        self.terminated = True
+
+
+def specs() -> list[Manifest]:
+    """Of the jobs that each kind makes."""
+    found = [m for file in WHOLE for m in documents(EXAMPLES / file)]
+    sets = [find(found, "JobSet")["spec"], find(found, "TrainingRuntime")["spec"]["template"]["spec"]]
+    made = [job()["spec"], *(one["replicatedJobs"][0]["template"]["spec"] for one in sets)]
+    return [{**spec, "completions": 4, "parallelism": 4} for spec in made]  # Trainer fills in its number of nodes
+
+
+@pytest.mark.parametrize("code", [2, 90, 93])
+@pytest.mark.parametrize("spec", specs(), ids=["Job", "JobSet", "TrainJob"])
+def test_a_pod_that_cannot_take_part_ends_no_other(spec: Manifest, code: int) -> None:
+    pods = [Pod() for _ in range(4)]
+    made = IndexedJob(spec, lambda index: pods[index])
+    made.turn()
+    pods[3].exit_code = code
+    for _ in range(2):
+        made.turn()
+    assert (made.over, sorted(made.pods)) == ("", [0, 1, 2]), "it is not replaced either"
+    assert not any(pod.terminated for pod in pods)
+    pods[0].exit_code = 0
+    made.turn()
+    assert made.over == "Complete"
+
+
+@pytest.mark.parametrize("code", [2, 90, 91, 92, 93])
+@pytest.mark.parametrize("spec", specs(), ids=["Job", "JobSet", "TrainJob"])
+def test_a_verdict_of_the_smallest_run_ends_the_job(spec: Manifest, code: int) -> None:
+    """The other pods may not have been started yet, for want of room."""
+    pods = [Pod() for _ in range(4)]
+    made = IndexedJob(spec, lambda index: pods[index])
+    made.turn()
+    pods[0].exit_code = pods[1].exit_code = code
+    made.turn()
+    assert made.over == "Failed"
+    assert pods[2].terminated
+    assert pods[3].terminated
 
 
 @pytest.mark.parametrize("code", [1, 91, 95, 137, 143])

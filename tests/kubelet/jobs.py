@@ -71,6 +71,8 @@ class IndexedJob:
         self.decisions: list[tuple[int, int, str]] = []
         """Index, exit code and decision, in order."""
         self.succeeded: set[int] = set()
+        self.failed: set[int] = set()
+        """Indexes whose pods are not replaced any more."""
         self.over = ""
         """``Complete`` or ``Failed`` once that is decided; pods may still be ending."""
         self._due = dict.fromkeys(range(spec["completions"]), 0.0)
@@ -109,6 +111,8 @@ class IndexedJob:
         self.decisions.append((index, pod.exit_code, decision))
         if decision == "FailJob":
             self._end("Failed")
+        elif decision == "FailIndex":
+            self._fail(index)
         elif decision == "Ignore":
             self._due[index] = 0.0
         else:
@@ -120,7 +124,13 @@ class IndexedJob:
         if self.failures[index] <= limit:
             wait = min(BACK_OFF * 2 ** (self.failures[index] - 1), LONGEST_BACK_OFF)
             self._due[index] = time.monotonic() + wait / self._haste
-        elif sum(failed > limit for failed in self.failures.values()) > self._spec["maxFailedIndexes"]:
+        else:
+            self._fail(index)
+
+    def _fail(self, index: int) -> None:
+        self.failed.add(index)
+        none_left = len(self.failed) + len(self.succeeded) >= self._spec["completions"]
+        if none_left or len(self.failed) > self._spec["maxFailedIndexes"]:
             self._end("Failed")
 
     def _is_success(self) -> bool:
