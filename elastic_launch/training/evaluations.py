@@ -17,6 +17,7 @@ from elastic_launch.training.checkpoints.checkpoint import Checkpoint
 from elastic_launch.training.checkpoints.manager import CheckpointManager
 from elastic_launch.training.data.loader import Loader, check_loader, epochs_of
 from elastic_launch.training.durations import ENDLESS, Interval
+from elastic_launch.training.gradients.buffer_rules import buffers_of, tensors_of
 from elastic_launch.training.gradients.means import MeanTable
 from elastic_launch.training.randomness import derive, seeded
 from elastic_launch.training.ranks.same_arguments import check_same
@@ -258,17 +259,36 @@ def evaluated(
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode; on exit, restore the mode of each of its modules."""
+def evaluating(model: nn.Module, rules: Mapping[str, str]) -> Iterator[None]:
+    """Put a model into evaluation mode; on exit, restore the mode of each of its modules, and the buffers' values.
+
+    Modules such as torch's FakeQuantize change theirs in evaluation, too, by what this rank evaluates.
+
+    Args:
+        rules: see :func:`~elastic_launch.training.gradients.buffer_rules.buffers_of`; those to ignore are left alone.
+    """
     modes = [(module, module.training) for module in model.modules()]
+    saved = [each for each in buffers_of(model, rules) if each.saved and each.rule != "ignore"]
+    before = [(each, *_state_of(each.tensor)) for each in saved]
     model.eval()
     try:
         yield
     finally:
+        for buffer, version, value in before:
+            for module, name in buffer.homes:
+                tensors_of(module, name)[name] = buffer.tensor
+            if version is None or buffer.tensor._version != version:
+                with torch.no_grad():
+                    buffer.tensor.copy_(value)
         for module, mode in modes:
             module.training = mode
         for sharded in sharding_modules(model):
             sharded.reshard()
+
+
+def _state_of(tensor: Tensor) -> tuple[int | None, Tensor]:
+    """Return a tensor's version, None if it has none, and a copy of it."""
+    return None if tensor.is_inference() else tensor._version, tensor.detach().clone()
 
 
 def checked_eval_loader(where: str, loader: Loader) -> Loader:

@@ -748,7 +748,11 @@ class Loop:
 
     def _evaluate(self) -> None:
         epoch = self._epochs.position(self._step).epoch
-        with self._rounds.link.doing(Activity.EVALUATION), evaluating(self._model), self._rounds.in_pass():
+        with (
+            self._rounds.link.doing(Activity.EVALUATION),
+            evaluating(self._model, self._options.buffers),
+            self._rounds.in_pass(),
+        ):
             try:
                 self._options.evaluations.evaluate(self._step, epoch, self.engine.checkpoint)
             except RuntimeError as broken:

@@ -259,7 +259,7 @@ class Trainer:
             micro = settled(self.loader.batch, self.run.world_size).micro_batches()[0]
             loader.batch = GlobalBatch(given.size, min(given.size, len(micro)))
         try:
-            with evaluating(self.model):
+            with evaluating(self.model, self._buffers):
                 names = ["loss", *self._metrics]
                 world, together = self.run.world, bool(sharding_modules(self.model))
                 check = self._check_round

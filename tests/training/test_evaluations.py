@@ -17,7 +17,7 @@ from elastic_launch import snapshot
 from elastic_launch.errors import UsageError
 from elastic_launch.training.durations import Interval
 from elastic_launch.training.engine import Engine
-from elastic_launch.training.evaluations import Evaluations
+from elastic_launch.training.evaluations import Evaluations, evaluating
 from elastic_launch.training.ranks.agreement import Agreement, Wishes
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
@@ -212,3 +212,28 @@ def test_an_evaluator_must_be_one() -> None:
     loop.evaluator = loop.measure  # type: ignore[assignment]
     with pytest.raises(UsageError, match=r"run\.steps\(evaluator=\.\.\.\) is"):
         loop.train("1ba")
+
+
+def test_an_evaluation_leaves_buffers_as_they_were_but_for_those_to_ignore() -> None:
+    """Torch's FakeQuantize observes in evaluation, too; a rank would keep what it has evaluated."""
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 3)
+            for name in ("calls", "replaced", "ignored"):
+                self.register_buffer(name, torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.replaced = self.replaced + 1
+            self.ignored += 1
+            return self.linear(x)
+
+    model = Counts()
+    with evaluating(model, {"ignored": "ignore"}):
+        assert not model.training
+        model(INPUTS)
+        assert [float(x) for x in model.buffers()] == [1, 1, 1]
+    assert model.training
+    assert [float(x) for x in model.buffers()] == [0, 0, 1]
