@@ -8,7 +8,7 @@ differ from them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import NoReturn
 
@@ -34,6 +34,8 @@ class Buffers:
         self, model: nn.Module, world_size: int, rules: Mapping[str, str] | None = None, peers: RankGroup = ALL
     ) -> None:
         found = buffers_of(model, rules or {})
+        self._model, self._names = model, {name for name, _ in _saved(model)}
+        self._looked = False  # whether a micro-batch has shown which buffers the model has
         self._world_size = world_size
         self._peers = peers
         self._total = 1
@@ -85,6 +87,14 @@ class Buffers:
 
     def take(self, index: int) -> list[Tensor]:
         """Collect the values that a micro-batch left, and return what it adds to each of ``summed``."""
+        if not self._looked:
+            self._looked = True
+            if new := next((name for name, _ in _saved(self._model) if name not in self._names), None):
+                raise UsageError(
+                    f"The buffer {new!r} got its first value in a micro-batch: it would depend on the rank's data, and "
+                    "a checkpoint would have what a new process lacks.",
+                    "Call the model once before the loop, or give the buffer a value when you register it.",
+                )
         if not self._all:
             return []
         for buffer in self._all:
@@ -332,3 +342,11 @@ def _from_key(key: Tensor, buffer: Buffer) -> Tensor:
         return key.to(value.dtype)
     bits = torch.where(key < 0, key ^ (2 ** (8 * value.element_size() - 1) - 1), key)
     return bits.to(_SIGNED[value.element_size()]).view(value.dtype)
+
+
+def _saved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers of a model that are in its state, by name."""
+    for path, module in model.named_modules():
+        for name, tensor in module._buffers.items():
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, tensor
