@@ -453,18 +453,18 @@ def test_what_the_script_does_to_gradients_in_the_loop_changes_nothing(exact: bo
 
 
 def test_a_gradient_that_a_hook_of_the_scripts_has_replaced_counts() -> None:
-    """As in plain PyTorch the hook sees the sum so far."""
+    """The hook sees the gradient of each micro-batch, as at any number of ranks."""
 
     def halved(parameter: Tensor) -> None:
         assert parameter.grad is not None
         parameter.grad = parameter.grad / 2
 
     model, expected = _model(), _model()
-    for parameter in (*model.parameters(), *expected.parameters()):
+    for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(halved)
     _train(4, False, lambda step, sample: step.backward(_mse(step, sample)), until="1ba", model=model)
     for rows in (slice(0, 4), slice(4, 8)):
-        (nn.functional.mse_loss(expected(INPUTS[rows]), TARGETS[rows]) / 2).backward()
+        (nn.functional.mse_loss(expected(INPUTS[rows]), TARGETS[rows]) / 4).backward()
     assert_stepped_alike(model, expected)
 
 
@@ -600,3 +600,27 @@ def test_the_end_of_a_training_has_random_numbers_of_its_own(tmp_path: Path) -> 
     trained = drawn("2ba", 0)
     assert drawn("2ba", 1) == trained
     assert len({*trained, *drawn("3ba", 0)}) == 6
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_buffer_that_gets_its_first_value_in_a_micro_batch_is_refused(exact: bool) -> None:
+    class Centered(nn.Module):
+        def __init__(self, *, persistent: bool) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 1)
+            self.register_buffer("center", None, persistent=persistent)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.center is None:
+                self.center = torch.zeros(3)
+            return self.linear(x - self.center)
+
+    def train(model: nn.Module) -> None:
+        _train(4, exact, lambda step, sample: step.backward(_mse(step, sample)), until="1ba", model=model)
+
+    with pytest.raises(UsageError, match="The buffer 'center' got its first value in a micro-batch"):
+        train(Centered(persistent=True))
+    train(Centered(persistent=False))
+    model = Centered(persistent=True)
+    model(torch.zeros(1, 3))
+    train(model)

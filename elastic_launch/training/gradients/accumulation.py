@@ -162,6 +162,7 @@ class Gradients:
         self.took = False  # whether the last backward pass has computed any gradient
         self.void = False  # whether the micro-batch has a weight of 0: its gradients count as 0 even if they are NaN
         self._totals: Values | None = None  # autograd adds to these in place
+        self._hooked = False  # whether the script has hooks of its own for complete gradients
         self._carried = False  # whether the step's table is sent with gradients
         if world_size > 1:
             self.parameters.agree(rank, same=same, by_host=by_host, mesh=mesh)
@@ -216,6 +217,7 @@ class Gradients:
             self._reduction.reset()
         for parameter in self.parameters.all.values():
             parameter.grad = None
+        self._hooked = any(len(p._post_accumulate_grad_hooks or ()) > 1 for p in self.parameters.reduced.values())
         self._buffers.begin(plan)
         if self._shards is not None:
             self._shards.begin(plan)
@@ -275,8 +277,9 @@ class Gradients:
         if self._shards is not None:
             self._shards.begin_pass(number, void=self.void)
         trained = self.parameters.reduced.values()
-        # autograd may give DTensors another placement, in which it cannot add in place.
-        in_place = number and not self.void and not self.parameters.parallel
+        # autograd may give DTensors another placement, in which it cannot add in place. A hook of the script's would
+        # get the sum of this rank's micro-batches, and their number depends on the world size.
+        in_place = number and not self.void and not self.parameters.parallel and not self._hooked
         self._totals = self._reduction.totals() if in_place else None
         try:
             for parameter, total in zip(trained, self._totals or [], strict=False):
