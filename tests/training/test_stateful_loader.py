@@ -302,3 +302,32 @@ def test_what_cannot_be_read_is_an_error() -> None:
         drawn(el.StatefulLoader(Reading, el.GlobalBatch(20, micro=5)), range(1))
     with pytest.raises(UsageError, match="Plain is a dataset"):
         drawn(el.StatefulLoader(lambda shard, shards: Plain(), BATCH), range(1))
+
+
+def test_a_short_micro_batch_is_noticed_although_another_dimension_has_its_size() -> None:
+    class Passes:
+        """Its last micro-batch of a pass is short; samples have as many features as a micro-batch has samples."""
+
+        def __init__(self, shard: int) -> None:
+            self.shard = shard
+
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            yield from torch.ones(10, 8).split(8)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    def train() -> None:
+        model = torch.nn.Linear(8, 1)
+        loader = el.StatefulLoader(lambda shard, shards: Passes(shard), el.GlobalBatch(16, 8))
+        with el.session() as run:
+            for step in run.steps(loader, model, torch.optim.SGD(model.parameters(), 0.1), until="2ba"):
+                for x in step:
+                    step.backward(step.model(x).mean())
+                step.update()
+
+    with pytest.raises(UsageError, match=r"tensors of the shapes \(2, 8\) for a micro-batch of 8 samples"):
+        train()

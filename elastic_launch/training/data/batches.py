@@ -79,16 +79,22 @@ class Drawn(Dataset[Any]):
         self._get_batch = get_batch
         self._seed = seed
         self._name, self._hint = name, hint  # for the error if the size is wrong
+        self._first_size: int | None = None  # of the first micro-batch, if the first dimension of its tensors counts it
 
     def __getitem__(self, request: MicroBatchRequest) -> Any:
         with _seeded(derive("get_batch", self._seed, request.step, request.micro.index)):
             made = self._get_batch(request.step, request.micro)
         # Only the script knows which dimension counts samples; a wrong size would change the mean of the global batch.
         shapes = [tuple(tensor.shape) for tensor in tensors_in(made) if tensor.dim()]
-        if shapes and not any(len(request.micro) in shape for shape in shapes):
+        size, firsts = len(request.micro), {shape[0] for shape in shapes}
+        if self._first_size is None:
+            self._first_size = size if firsts == {size} else 0
+        # Another dimension may have this length, too, such as that of the features.
+        wrong = size not in firsts if size == self._first_size else not any(size in shape for shape in shapes)
+        if shapes and wrong:
             raise UsageError(
                 f"{self._name} gave tensors of the shapes {', '.join(map(str, shapes))} for a micro-batch of "
-                f"{len(request.micro)} samples (step {request.step}, micro-batch {request.micro.index}).",
+                f"{size} samples (step {request.step}, micro-batch {request.micro.index}).",
                 self._hint,
             )
         return made

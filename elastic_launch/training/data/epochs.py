@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import operator
 import os
 import pickle
 from abc import ABC, abstractmethod
@@ -20,7 +21,6 @@ from functools import cached_property, lru_cache, partial
 from itertools import groupby, islice
 from multiprocessing import get_all_start_methods, get_start_method
 from multiprocessing.context import BaseContext
-from operator import attrgetter
 from typing import Any, Self, TypedDict
 
 import torch
@@ -109,7 +109,10 @@ class Epochs(ABC):
         self, batch: GlobalBatch, seed: int, length: int, steps_per_epoch: int, options: Mapping[str, Any]
     ) -> None:
         self.batch = batch
-        self.seed = seed
+        try:
+            self.seed = operator.index(seed)  # also NumPy's, which a checkpoint cannot hold
+        except TypeError as error:
+            raise UsageError(f"seed={seed!r} is not a whole number.", "Give one, such as seed=0.") from error
         self.length = length
         self.steps_per_epoch = steps_per_epoch
         self._options = _checked(self.loader, options)
@@ -244,7 +247,7 @@ class Epochs(ABC):
             raise UsageError(f"{self.loader}: {error}", "These options go on to torch's DataLoader.") from None
 
     def _with_others(self, requests: Iterator[MicroBatchRequest], beside: Beside) -> Iterator[MicroBatchRequest]:
-        for step, own in groupby(requests, attrgetter("step")):
+        for step, own in groupby(requests, operator.attrgetter("step")):
             yield from own
             if (micro := beside(step)) is not None:
                 yield from islice(self._requests(range(step, step + 1), 1, 0), micro, micro + 1)
