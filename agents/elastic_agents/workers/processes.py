@@ -55,7 +55,7 @@ class ExecProcesses:
         self._on_exit = on_exit
         self._lock = threading.Lock()
         self._running: dict[int, Child] = {}  # by pid
-        self._grouped: set[int] = set()  # those that end with their process group
+        self._grouped: dict[int, bool] = {}  # those that end with their process group; whether it still gets SIGTERM
         self._outlived: dict[int, Child] = {}  # those of them that have ended before it
         self._selector = selectors.DefaultSelector()
         self._waker = Waker()
@@ -109,46 +109,43 @@ class ExecProcesses:
         return child.pid
 
     def signal(self, pid: int, number: int) -> None:
-        """Signal a process, if it has not been reaped, and the process group that it ends with.
+        """Signal a process, if it has not been reaped, or what is left of the process group that it ends with.
 
         After SIGKILL, its end no longer waits for that of the group, some of which may be unkillable.
         """
         with self._lock:
-            if pid in self._grouped:
+            kills = number == signal.SIGKILL and pid in self._grouped
+            if kills or pid in self._outlived:
                 _signal_group(pid, number)
-                if number == signal.SIGKILL:
-                    self._grouped.discard(pid)
-                    self._waker.wake()
             elif pid in self._running:
                 self._running[pid].signal(number)
+            if kills:
+                del self._grouped[pid]
+                self._waker.wake()
 
     def terminate(self, pid: int, number: int) -> None:
         """Ask a process to end, by a signal, or by SIGTERM if it ignores that one.
 
-        SIGTERM goes to the process alone, since a loader's processes would end before it. Any other signal goes to its
-        process group, as from a terminal: a shell that runs a script in the foreground ends on Ctrl-C only if the
-        script does. A shell that the signal would end at once, without its script, gets it with its group, too, and
-        counts as running until that has ended.
+        SIGTERM goes to the process alone, since a loader's processes would end before it, and a wrapper may pass it on.
+        Any other signal goes to its process group, as from a terminal: a shell that runs a script in the foreground
+        ends on Ctrl-C only if the script does. A program other than Python may be a shell that a signal ends without
+        its script: then the rest of its group gets SIGTERM, and it counts as running until that has ended.
         """
         given = signal.SIGTERM if ignores(pid, number) else number
-        wrapped = _wraps(pid, given)
-        if given == signal.SIGTERM and not wrapped:
+        with self._lock:
+            if pid in self._running and not _is_python(pid):
+                self._grouped.setdefault(pid, given == signal.SIGTERM)
+        if given == signal.SIGTERM:
             self.signal(pid, given)
         else:
-            self.signal_group(pid, given, until_last=wrapped)
+            self.signal_group(pid, given)
         # A stopped process would not handle the signal before its grace is over.
         self.signal(pid, signal.SIGCONT)
 
-    def signal_group(self, pid: int, number: int, *, until_last: bool = False) -> None:
-        """Signal a process and the rest of its process group, if it has not been reaped.
-
-        Args:
-            until_last: whether its end is reported once all processes of the group have ended.
-        """
+    def signal_group(self, pid: int, number: int) -> None:
+        """Signal a process and the rest of its process group, if it has not been reaped."""
         with self._lock:
             if pid in self._running:
-                if until_last:
-                    self._grouped.add(pid)
                 _signal_group(pid, number)
 
     def close(self) -> None:
@@ -176,6 +173,9 @@ class ExecProcesses:
                     self._selector.unregister(child)
                     if grouped := child.pid in self._grouped:
                         self._outlived[child.pid] = child
+                        if self._grouped[child.pid]:
+                            for number in (signal.SIGTERM, signal.SIGCONT):
+                                _signal_group(child.pid, number)
                     else:
                         del self._running[child.pid]
                 if not grouped:
@@ -184,7 +184,7 @@ class ExecProcesses:
                 if pid not in self._grouped or not has_group(pid):
                     with self._lock:
                         del self._running[pid], self._outlived[pid]
-                        self._grouped.discard(pid)
+                        self._grouped.pop(pid, None)
                     self._reaped(child)
             if time.monotonic() >= swept + SWEEP_EVERY:
                 swept = time.monotonic()
@@ -214,17 +214,12 @@ def ignores(pid: int, number: int) -> bool:
     return _in_mask("SigIgn", pid, number) or (number in _HARMLESS and not catches(pid, number))
 
 
-def _wraps(pid: int, number: int) -> bool:
-    """Whether a process seems to be a shell that a script runs in: it is not Python, and a signal ends it at once.
-
-    For a trap on EXIT, bash catches all signals that would end it, SIGILL among them, and ends once that trap has run.
-    """
+def _is_python(pid: int) -> bool:
+    """Whether a process is an interpreter, as far as its program's name shows."""
     try:
-        program = os.path.basename(os.readlink(f"/proc/{pid}/exe"))
+        return os.path.basename(os.readlink(f"/proc/{pid}/exe")).startswith("python")
     except OSError:
-        return False
-    cleans_up = program == "bash" and catches(pid, signal.SIGILL)
-    return not program.startswith("python") and (cleans_up or not heeds(pid, number))
+        return True
 
 
 def _signal_group(leader: int, number: int) -> None:
