@@ -73,10 +73,10 @@ class JsonLines:
         with self._lock:
             try:
                 make_private(self.path.parent)
-                descriptor = open_private(self.path, os.O_RDWR | os.O_APPEND)
+                descriptor = open_private(self.path, os.O_WRONLY | os.O_APPEND)
                 try:
                     # A full disk may have taken half of a line, also of an earlier agent: this one must not extend it.
-                    rest = b"\n" + data if not self._whole and _is_torn(descriptor) else data
+                    rest = b"\n" + data if not self._whole and self._is_torn(descriptor) else data
                     self._whole = False
                     while rest:
                         rest = rest[os.write(descriptor, rest) :]
@@ -86,12 +86,14 @@ class JsonLines:
             except OSError as error:
                 self._complain(error)
 
+    def _is_torn(self, descriptor: int) -> bool:
+        if size := os.fstat(descriptor).st_size:
+            with open(self.path, "rb") as file:
+                file.seek(size - 1)
+                return file.read(1) != b"\n"
+        return False
+
     def _complain(self, error: OSError) -> None:
         on_error, self._on_error = self._on_error, None
         if on_error:
             on_error(error)
-
-
-def _is_torn(descriptor: int) -> bool:
-    size = os.fstat(descriptor).st_size
-    return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
