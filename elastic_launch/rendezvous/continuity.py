@@ -212,6 +212,13 @@ class Claim:
         other = record.leader != self.record.leader
         return Sight.SUCCEEDED if record.term > self.record.term - other else Sight.SPOILED
 
+    def has_followed(self, stored: bytes | None) -> bool:
+        """Whether the store holds what seems to be the record of a later run."""
+        try:
+            return stored is not None and _is_later(ControlRecord.parse(self._seal.open(stored)), self.record)
+        except (ProtocolError, RefusedError):
+            return False
+
     def rival(self, stored: bytes) -> ControlRecord:
         """Return the rival's record that :meth:`look` found."""
         return ControlRecord.parse(self._seal.open(stored))

@@ -481,6 +481,9 @@ class _LeaderTerm:
         if sight is Sight.SUCCEEDED:
             self.service.depose("another node leads")
             return False
+        if sight is Sight.SPOILED and self.claim.record.end is not None and self.claim.has_followed(stored):
+            self.service.depose("the next run with this id has the record")
+            return False
         if sight is Sight.SPOILED and self.claim.record.end is None:
             self.service.depose("the control record was changed or deleted by another client; this node repairs it")
             return False

@@ -66,7 +66,8 @@ class ClaimedStore:
                 self.claim.wrote(record, began)
                 return True
             sight = self.claim.look(expected)
-            if sight is Sight.SUCCEEDED or (sight is Sight.SPOILED and self.claim.record.end is None):
+            leaves = self.claim.record.end is None or self.claim.has_followed(expected)
+            if sight is Sight.SUCCEEDED or (sight is Sight.SPOILED and leaves):
                 return False
             if expected != self.claim.stored:
                 self._tell()
