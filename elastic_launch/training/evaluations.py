@@ -84,14 +84,24 @@ class Evaluations:
         """
         self._asked, self._agreed = False, step
 
-    def evaluate(self, step: int, epoch: int, checkpoint: CheckpointManager | None) -> None:
+    def evaluate(
+        self,
+        step: int,
+        epoch: int,
+        checkpoint: CheckpointManager | None,
+        within: AbstractContextManager[None] = nullcontext(),  # noqa: B008 - it has no state
+    ) -> None:
         """Evaluate the state after a step; called by all ranks.
 
         A rank whose state has this evaluation already only takes part in it.
+
+        Args:
+            within: the context of the measurement; what the script does with its results follows.
         """
         self.running = True
         try:
-            metrics = self._measure()
+            with within:
+                metrics = self._measure()
         finally:
             self.running = False
         self._asked = False
@@ -259,18 +269,27 @@ def evaluated(
 
 
 @contextmanager
-def evaluating(model: nn.Module, rules: Mapping[str, str]) -> Iterator[None]:
-    """Put a model into evaluation mode; on exit, restore the mode of each of its modules, and the buffers' values.
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode; on exit, restore the mode of each of its modules."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for sharded in sharding_modules(model):
+            sharded.reshard()
+
+
+@contextmanager
+def keeping_buffers(model: nn.Module, rules: Mapping[str, str]) -> Iterator[None]:
+    """On exit, put back the values of a model's buffers that are saved, unless their rule is to ignore them.
 
     Modules such as torch's FakeQuantize change theirs in evaluation, too, by what this rank evaluates.
-
-    Args:
-        rules: see :func:`~elastic_launch.training.gradients.buffer_rules.buffers_of`; those to ignore are left alone.
     """
-    modes = [(module, module.training) for module in model.modules()]
     saved = [each for each in buffers_of(model, rules) if each.saved and each.rule != "ignore"]
     before = [(each, *_state_of(each.tensor)) for each in saved]
-    model.eval()
     try:
         yield
     finally:
@@ -280,10 +299,6 @@ def evaluating(model: nn.Module, rules: Mapping[str, str]) -> Iterator[None]:
             if version is None or buffer.tensor._version != version:
                 with torch.no_grad():
                     buffer.tensor.copy_(value)
-        for module, mode in modes:
-            module.training = mode
-        for sharded in sharding_modules(model):
-            sharded.reshard()
 
 
 def _state_of(tensor: Tensor) -> tuple[int | None, Tensor]:

@@ -31,7 +31,7 @@ from elastic_launch.training.data.content import LATER
 from elastic_launch.training.data.epochs import Epochs
 from elastic_launch.training.durations import total_steps
 from elastic_launch.training.engine import Engine
-from elastic_launch.training.evaluations import evaluating
+from elastic_launch.training.evaluations import evaluating, keeping_buffers
 from elastic_launch.training.flips import Flips
 from elastic_launch.training.gradients.accumulation import ExactGradients, Gradients
 from elastic_launch.training.gradients.buffer_rules import buffers_of, ruled_names
@@ -748,13 +748,10 @@ class Loop:
 
     def _evaluate(self) -> None:
         epoch = self._epochs.position(self._step).epoch
-        with (
-            self._rounds.link.doing(Activity.EVALUATION),
-            evaluating(self._model, self._options.buffers),
-            self._rounds.in_pass(),
-        ):
+        with self._rounds.link.doing(Activity.EVALUATION), evaluating(self._model), self._rounds.in_pass():
             try:
-                self._options.evaluations.evaluate(self._step, epoch, self.engine.checkpoint)
+                keeping = keeping_buffers(self._model, self._options.buffers)
+                self._options.evaluations.evaluate(self._step, epoch, self.engine.checkpoint, keeping)
             except RuntimeError as broken:
                 if self._gradients is not None and broken is self._gradients.failed:
                     broken.__traceback__ = None  # which has frames of the script, whose evaluation has used the model

@@ -22,7 +22,13 @@ from elastic_launch.training.data.loader import Loader, check_loader, epochs_of
 from elastic_launch.training.deepspeed import DeepSpeed, EngineGradients
 from elastic_launch.training.deepspeed_config import checked, clip_norm_of, completed, precision_of
 from elastic_launch.training.durations import Interval
-from elastic_launch.training.evaluations import Evaluations, checked_eval_loader, evaluated, evaluating
+from elastic_launch.training.evaluations import (
+    Evaluations,
+    checked_eval_loader,
+    evaluated,
+    evaluating,
+    keeping_buffers,
+)
 from elastic_launch.training.gradients.buffer_rules import checked_rules
 from elastic_launch.training.kinds import check_function, check_kind, found
 from elastic_launch.training.live.rehearsal import unchanged
@@ -259,7 +265,7 @@ class Trainer:
             micro = settled(self.loader.batch, self.run.world_size).micro_batches()[0]
             loader.batch = GlobalBatch(given.size, min(given.size, len(micro)))
         try:
-            with evaluating(self.model, self._buffers):
+            with evaluating(self.model), keeping_buffers(self.model, self._buffers):
                 names = ["loss", *self._metrics]
                 world, together = self.run.world, bool(sharding_modules(self.model))
                 check = self._check_round

@@ -17,7 +17,7 @@ from elastic_launch import snapshot
 from elastic_launch.errors import UsageError
 from elastic_launch.training.durations import Interval
 from elastic_launch.training.engine import Engine
-from elastic_launch.training.evaluations import Evaluations, evaluating
+from elastic_launch.training.evaluations import Evaluations, keeping_buffers
 from elastic_launch.training.ranks.agreement import Agreement, Wishes
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
@@ -231,9 +231,7 @@ def test_an_evaluation_leaves_buffers_as_they_were_but_for_those_to_ignore() -> 
             return self.linear(x)
 
     model = Counts()
-    with evaluating(model, {"ignored": "ignore"}):
-        assert not model.training
+    with keeping_buffers(model, {"ignored": "ignore"}):
         model(INPUTS)
         assert [float(x) for x in model.buffers()] == [1, 1, 1]
-    assert model.training
     assert [float(x) for x in model.buffers()] == [0, 0, 1]

@@ -303,7 +303,7 @@ def test_a_fault_in_an_evaluation_that_is_repeated_does_not_count_as_the_scripts
     nothing = contextlib.nullcontext()
     loop = Loop.__new__(Loop)
     loop._epochs = cast(Any, SimpleNamespace(position=lambda step: SimpleNamespace(epoch=0)))
-    loop._options = cast(Any, SimpleNamespace(evaluations=SimpleNamespace(evaluate=evaluate)))
+    loop._options = cast(Any, SimpleNamespace(evaluations=SimpleNamespace(evaluate=evaluate), buffers={}))
     loop._step, loop._model, loop.engine = 5, torch.nn.Linear(1, 1), cast(Any, SimpleNamespace(checkpoint=None))
     loop._gradients = cast(Any, SimpleNamespace(failed=failed))
     loop._rounds = cast(Any, SimpleNamespace(link=SimpleNamespace(doing=lambda _: nothing), in_pass=lambda: nothing))
