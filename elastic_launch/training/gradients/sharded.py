@@ -182,6 +182,11 @@ class ShardSums:
         self._reduced = 0
         for scatter in self._scatters:
             scatter.calls = scatter.made = 0
+        if self._index is not None and not self.exact:
+            # Right before the backward pass, which adds to them in place. A pass without a micro-batch of this rank
+            # has the script's code between.
+            for parameter in self._parameters.sharded.values():
+                parameter.grad = self._sums.pop(id(parameter), None)
 
     def end_pass(self) -> None:
         """End a pass, in which each parameter must have got its gradient.
