@@ -207,11 +207,11 @@ def test_models_of_the_same_names_get_their_own_weights(tmp_path: Path, caplog: 
         return [layer.weight[0, 0].item() for layer in (model, other)]
 
     assert begun({"model": 1, "ema": -7, "teacher": 5}) == [1, 5]
-    with pytest.raises(UsageError, match="has no teacher, which this script has"):
-        begun({"net": 2})
+    assert begun({"net": 2}) == [2, 2]
     assert begun({"net": 2, "teacher": 3}) == [2, 3]
-    with pytest.raises(UsageError, match=r"has the weights of model several times: under ema\., net\."):
-        begun({"net": 2, "ema": -7}, teacher=False)
+    assert begun({"state_dict": 4, "state_dict_ema": -7}, teacher=False) == [4, 0]
+    with pytest.raises(UsageError, match=r"has the weights of model several times: under copy\., net\."):
+        begun({"net": 2, "copy": -7}, teacher=False)
 
 
 def test_what_does_not_fit_is_one_error(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -26,6 +27,9 @@ from elastic_launch.snapshot.storage.reading import Taking
 from elastic_launch.snapshot.storage.url_storage import UrlStorage
 from elastic_launch.training.checkpoints.sharded import ungathered_state
 from elastic_launch.training.checkpoints.state import TrainingState
+
+_AVERAGE = re.compile("ema|avg|average|swa")
+"""What names of averages of a model have."""
 
 _SHOWN = 4
 """Names in a message."""
@@ -122,15 +126,17 @@ class _Parts:
 
         Several models may have the same names, such as one and its average: ``others`` are the other parts.
         """
-        known = set(names)
-        prefixes = Counter(prefix for key in self._all for prefix, rest in _cuts(key) if rest in known)
-        for prefix in [x for x in prefixes if x in self._taken or _last(x) in map(_last, others)]:
-            del prefixes[prefix]
-        if not prefixes:
+        known, theirs = set(names), {*map(_last, others)}
+        every = Counter(prefix for key in self._all for prefix, rest in _cuts(key) if rest in known)
+        if not every:
             return {}
+        # What another model has begun with is for this one if there is nothing else, such as for a teacher.
+        left = {x: n for x, n in every.items() if x not in self._taken and _last(x) not in theirs}
+        prefixes = left or every
         best = [prefix for prefix, count in prefixes.items() if count == max(prefixes.values())]
         own = [prefix for prefix in best if _last(prefix) == _last(part)]
-        if len(among := own or best) > 1 and "" not in among:
+        trained = [prefix for prefix in best if not _AVERAGE.search(_last(prefix))]
+        if len(among := own or trained or best) > 1 and left and "" not in among:
             raise UsageError(
                 f"The checkpoint {self._where} has the weights of {part} several times: under "
                 f"{', '.join(sorted(among))}.",

@@ -39,7 +39,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -
             was = there.get(key)
             if isinstance(value, Tensor) and isinstance(was, Tensor) and value.dtype != was.dtype:
                 value = was.to(value.device, copy=True)
-            if type(value) is Tensor and value.shape == parameter.shape and value.stride() != parameter.stride():
+            dense = type(value) is Tensor and value.layout is parameter.layout is torch.strided
+            if dense and value.shape == parameter.shape and value.stride() != parameter.stride():
                 # A state has no strides, and fused optimizers go through memory: an optimizer makes its own like this.
                 value = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
             found[key] = _into(before.get(parameter, {}).get(key), value, written)
