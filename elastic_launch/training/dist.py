@@ -208,7 +208,7 @@ def broadcast(tensor: Tensor, src: int, group: ProcessGroup | None = None) -> No
 @contextmanager
 def _dense(tensor: Tensor) -> Iterator[Tensor]:
     """Yield a tensor, or in place of a view with gaps a copy, which is copied back: gloo ignores strides."""
-    dense = tensor.contiguous()
+    dense = tensor.contiguous() if tensor.layout is torch.strided else tensor
     yield dense
     if dense is not tensor:
         with torch.no_grad():

@@ -75,11 +75,12 @@ class Batches(Dataset[Any]):
 class Drawn(Dataset[Any]):
     """Micro-batches made by a function."""
 
-    def __init__(self, get_batch: GetBatch, seed: int, name: str, hint: str) -> None:
+    def __init__(self, get_batch: GetBatch, seed: int, name: str, hint: str, *, equal: bool = False) -> None:
         self._get_batch = get_batch
         self._seed = seed
         self._name, self._hint = name, hint  # for the error if the size is wrong
-        self._first_size: int | None = None  # of the first micro-batch, if the first dimension of its tensors counts it
+        self._equal = equal  # whether all micro-batches have one size
+        self._counts_first: bool | None = None  # whether the first dimension counted the first one's samples
 
     def __getitem__(self, request: MicroBatchRequest) -> Any:
         with _seeded(derive("get_batch", self._seed, request.step, request.micro.index)):
@@ -87,11 +88,11 @@ class Drawn(Dataset[Any]):
         # Only the script knows which dimension counts samples; a wrong size would change the mean of the global batch.
         shapes = [tuple(tensor.shape) for tensor in tensors_in(made) if tensor.dim()]
         size, firsts = len(request.micro), {shape[0] for shape in shapes}
-        if self._first_size is None:
-            self._first_size = size if firsts == {size} else 0
+        if self._counts_first is None:
+            self._counts_first = self._equal and firsts == {size}
         # Another dimension may have this length, too, such as that of the features.
-        wrong = size not in firsts if size == self._first_size else not any(size in shape for shape in shapes)
-        if shapes and wrong:
+        is_short = self._counts_first and len(firsts) == 1 and max(firsts) < size
+        if shapes and (is_short or not any(size in shape for shape in shapes)):
             raise UsageError(
                 f"{self._name} gave tensors of the shapes {', '.join(map(str, shapes))} for a micro-batch of "
                 f"{size} samples (step {request.step}, micro-batch {request.micro.index}).",

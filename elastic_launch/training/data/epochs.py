@@ -109,10 +109,9 @@ class Epochs(ABC):
         self, batch: GlobalBatch, seed: int, length: int, steps_per_epoch: int, options: Mapping[str, Any]
     ) -> None:
         self.batch = batch
-        try:
-            self.seed = operator.index(seed)  # also NumPy's, which a checkpoint cannot hold
-        except TypeError as error:
-            raise UsageError(f"seed={seed!r} is not a whole number.", "Give one, such as seed=0.") from error
+        if not isinstance(seed, str | float) and not hasattr(seed, "__index__"):
+            raise UsageError(f"seed={seed!r} is not a number.", "Give a whole number, such as seed=0.")
+        self.seed = operator.index(seed) if hasattr(seed, "__index__") else seed  # a checkpoint cannot hold NumPy's
         self.length = length
         self.steps_per_epoch = steps_per_epoch
         self._options = _checked(self.loader, options)

@@ -399,7 +399,7 @@ class _StatefulEpochs(FunctionEpochs):
 
     def _source(self) -> Dataset[Any]:
         hint = "Give the loader batch_size=micro, and drop_last=True: all micro-batches have the same size."
-        return Drawn(self.part.draw, self.seed, "The loader", hint)
+        return Drawn(self.part.draw, self.seed, "The loader", hint, equal=True)
 
     def _hashes(self) -> dict[str, int]:
         return {SAMPLE_ORDER: derive("stateful", bool(self.bound)) >> 16}

@@ -178,6 +178,10 @@ class Gradients:
         self.on_cpu = all(parameter.device.type == "cpu" for parameter in self.parameters.trained.values())
         self.gpus = {each.device for each in (*self.parameters.all.values(), *self.model.buffers()) if each.is_cuda}
         self._reduction = self._new_reduction()
+        self._install_hooks()
+
+    def _install_hooks(self) -> None:
+        """Install the hooks that take gradients, after those of the script."""
         self._remove_hooks()
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._take_gradient, which))  # type: ignore[no-untyped-call]
@@ -217,7 +221,10 @@ class Gradients:
             self._reduction.reset()
         for parameter in self.parameters.all.values():
             parameter.grad = None
-        self._hooked = any(len(p._post_accumulate_grad_hooks or ()) > 1 for p in self.parameters.reduced.values())
+        hooks = [p._post_accumulate_grad_hooks or {} for p in self.parameters.reduced.values()]
+        self._hooked = any(len(each) > 1 for each in hooks)
+        if self._hooked and {next(reversed(each), -1) for each in hooks} != {hook.id for hook in self._hooks}:
+            self._install_hooks()
         self._buffers.begin(plan)
         if self._shards is not None:
             self._shards.begin(plan)

@@ -34,7 +34,7 @@ class Buffers:
         self, model: nn.Module, world_size: int, rules: Mapping[str, str] | None = None, peers: RankGroup = ALL
     ) -> None:
         found = buffers_of(model, rules or {})
-        self._model, self._names = model, {name for name, _ in _saved(model)}
+        self._model, self._names = model, set[str]()
         self._looked = False  # whether a micro-batch has shown which buffers the model has
         self._world_size = world_size
         self._peers = peers
@@ -64,6 +64,8 @@ class Buffers:
     def begin(self, plan: BatchPlan) -> None:
         """Start a step."""
         self._total = plan.total
+        if not self._looked:
+            self._names = {name for name, _ in _saved(self._model)}
         if not self._all:
             return
         for buffer in self._all:
