@@ -99,6 +99,25 @@ def test_a_shell_that_a_signal_ends_counts_as_running_until_its_script_has_saved
     assert (tmp_path / "cleaned").exists() == bool(trap)
 
 
+FORWARDS = """
+trap 'kill -TERM $child; wait $child; exit 7' TERM
+trap 'touch cleaned' EXIT
+sh -c 'trap "echo >> signals" TERM; touch begun; while [ ! -e signals ]; do sleep 0.05; done; sleep 0.3' & child=$!
+wait $child
+"""
+
+
+def test_a_wrapper_that_passes_the_signal_on_gets_it_alone(
+    processes: ExecProcesses, exits: Exits, tmp_path: Path
+) -> None:
+    pid = processes.start(StartRequest(["bash", "-c", f"cd {tmp_path}; {FORWARDS}"], os.environ, 1, 2))
+    wait_for("the script", (tmp_path / "begun").exists)
+    processes.terminate(pid, signal.SIGTERM)
+    assert exits.get(timeout=60) == (pid, 7)
+    assert (tmp_path / "signals").read_text() == "\n", "once"
+    assert (tmp_path / "cleaned").exists()
+
+
 def test_a_script_that_does_not_end_is_killed_with_its_shell(
     processes: ExecProcesses, exits: Exits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -424,3 +424,25 @@ def test_a_leader_that_was_frozen_until_its_run_had_ended_does_so_too(frozen: bo
         leader_term.service.close(5)
         _looks_for(4 * TIMING.dead_after, backend, clock)
         assert (store.load(1) == later.encode()) == frozen
+
+
+def test_a_leader_whose_run_has_ended_leaves_the_next_ones_record_alone() -> None:
+    """It looks once more before it closes, when another node has begun the next run."""
+    store, sink, clock, limits = MemoryStore(), Sink(), FakeClock(1000.0), Limits(1, 4, 3)
+    config, _ = backend_for("t", store, sink, limits)
+    with contextlib.closing(ElectedBackend(config, clock, sink, lambda: View(store))) as backend:
+        backend.open()
+        backend.find_leader(1.0)
+        leader_term = backend._leader_term
+        assert leader_term is not None
+        leader_term._stop.set()
+        leader_term._thread.join(10)
+        before, claimed = leader_term.claim.record, leader_term._claimed
+        ended = replace(before, end=End(0, "done")).renewed()
+        assert claimed.compare_and_set(before.encode(), ended.encode(), 1)
+        later, stored = _later_run(before), store.load(1)
+        assert store.compare_and_set(stored, later.encode(), 1)
+        assert not leader_term._judge(store.load(1))
+        assert not claimed.compare_and_set(ended.encode(), replace(ended, restarts=1).renewed().encode(), 1)
+        assert store.load(1) == later.encode()
+        leader_term.service.close(5)
