@@ -26,6 +26,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -165,16 +166,28 @@ def run(command: Sequence[str], log: Path, env: Mapping[str, str]) -> int:
     """Run a command with its output in a file, and end it with all its processes after ``LIMIT``."""
     with log.open("a") as out:
         print("$", shlex.join(command), file=out, flush=True)
-        process = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True
-        )
+        process = None
+        # One that ended the start would leave the process behind.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env=env,
+                start_new_session=True,
+                preexec_fn=partial(signal.pthread_sigmask, signal.SIG_SETMASK, before),
+            )
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             return process.wait(LIMIT)
         except subprocess.TimeoutExpired:
             print(f"matrix: ended after {LIMIT:.0f} s", file=out, flush=True)
             return 124
         finally:
-            if process.returncode is None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            if process is not None and process.returncode is None:
                 end(process)
 
 
