@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -311,6 +312,29 @@ def test_a_connection_that_drips_is_closed_in_time(
         wait_for("their end", lambda: hung_up() == 5)
     assert caplog.text.count("a snapshot was not given to 127.0.0.1") == 1
     assert not old.rested.is_set(), "no node was served"
+
+
+def test_a_part_may_take_longer_than_a_pause_between_two_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state of values, or eight megabytes of tensors, through a link that is slow."""
+    monkeypatch.setattr(transfer, "IDLE", 0.5)
+    monkeypatch.setattr(transfer, "SLOWEST", 16 * 1024)
+    part, received = bytes(range(256)) * 2048, bytearray()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+
+        def read_slowly() -> None:
+            while len(received) < len(part):
+                received.extend(theirs.recv(32 * 1024))
+                paused.wait(0.1)
+
+        paused = threading.Event()
+        reader = threading.Thread(target=read_slowly)
+        reader.start()
+        transfer._Wire(ours, cast(Channel, None)).send(part)
+        paused.set()
+        reader.join(30)
+    assert received == part
 
 
 def test_numbers_that_no_snapshot_has_end_a_fetch_and_no_thread(

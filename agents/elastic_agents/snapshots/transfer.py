@@ -104,9 +104,12 @@ class _Wire:
             self._flush()
         return codec.decode(kind, codec.loads(self._lines.pop(0)))
 
-    def send(self, part: bytes) -> None:
-        self._sock.settimeout(IDLE)
-        self._sock.sendall(part)  # all of it within that time
+    def send(self, part: bytes | memoryview) -> None:
+        """Send a part as long as it makes progress, at the minimum rate."""
+        left, deadline = memoryview(part), time.monotonic() + IDLE + len(part) / SLOWEST
+        while left:
+            self._wait(deadline)
+            left = left[self._sock.send(left[:_CHUNK]) :]
 
     def receive(self, size: int) -> Iterator[memoryview]:
         """Yield this many bytes in parts, each of which is valid until the next."""
