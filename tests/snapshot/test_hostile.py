@@ -417,7 +417,11 @@ def test_no_older_state_takes_the_place_of_one_that_cannot_be_read(
     with pytest.raises(CheckpointReadError, match=f"Could not read {info.path}: Input/output error") as raised:
         newest(info.path.parent)
     assert type(raised.value) is CheckpointReadError
-    failing = next(found.path for found in find(info.path.parent, lambda error: None) if found.path != info.path)
+    older = next(found.path for found in find(info.path.parent, lambda error: None) if found.path != info.path)
+    kept = older.rename(info.path.parent / "kept")
+    with pytest.raises(CheckpointReadError, match=f"Could not read {info.path}"):
+        newest(info.path.parent)
+    failing = kept.rename(older)
     loaded = newest(info.path.parent)
     assert loaded is not None
     assert loaded.info.path == info.path

@@ -145,7 +145,7 @@ def newest(
             found = [x for x in found if above is None or (x.round, x.step) > above]
             found = [x for x in found if epoch in (None, order_of(x)[0])]
             wanted = [x for x in found if step in (None, x.step)]
-            least = max(above or (-1, -1), *((x.round, x.step) for x in wanted[:1]))
+            least = max([above or (-1, -1), *((x.round, x.step) for x in wanted[:1])])
             for error in unread:
                 numbers = parse_name(error.path.name)
                 if numbers is not None and numbers[::-1] > least and step in (None, numbers[0]):
