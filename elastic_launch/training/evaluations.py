@@ -295,7 +295,8 @@ def keeping_buffers(model: nn.Module, rules: Mapping[str, str]) -> Iterator[None
     finally:
         for buffer, version, value in before:
             for module, name in buffer.homes:
-                tensors_of(module, name)[name] = buffer.tensor
+                if (tensors := tensors_of(module, name))[name] is not buffer.tensor:
+                    tensors[name] = buffer.tensor
             if version is None or buffer.tensor._version != version:
                 with torch.no_grad():
                     buffer.tensor.copy_(value)

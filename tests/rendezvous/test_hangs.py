@@ -312,16 +312,21 @@ def test_nodes_that_have_finished_are_not_waited_for_if_the_user_has_set_the_tim
     assert (order.kind, order.hung) == ("hang", (1,))
 
 
-def test_a_round_is_judged_once_all_its_nodes_are_late() -> None:
-    run = running("2", "ab")
-    stalls(run, "a")
+def judged_once_both_are_late(run: Run) -> m.Break:
     stalls(run, "a")
     assert not run.orders("a", m.Break), "the other may still evaluate"
     stalls(run, "b", "code")
-    for node in "ab":
-        (order,) = run.orders(node, m.Break)
-        assert (order.kind, order.hung) == ("hang", (1,))
-        assert order.cause.startswith("rank 1 on node b: hangs in step 7 on host host-b, at train.py:9 in main")
+    (order,), (other,) = run.orders("a", m.Break), run.orders("b", m.Break)
+    assert (order.kind, order.hung) == ("hang", (1,))
+    assert order == other
+    return order
+
+
+def test_a_round_is_judged_once_all_its_nodes_are_late() -> None:
+    run = running("2", "ab")
+    stalls(run, "a")
+    order = judged_once_both_are_late(run)
+    assert order.cause.startswith("rank 1 on node b: hangs in step 7 on host host-b, at train.py:9 in main")
     (found,) = run.told(HangFound)
     assert (found.cause, found.ranks, found.nodes) == (order.cause, (1,), ("b",))
     run.fail("a", error="RuntimeError: Connection closed by peer", symptom="broken connection", alive=True)
@@ -437,12 +442,7 @@ def test_a_drain_without_a_limit_is_judged_as_a_round_that_runs(how: str) -> Non
         case _:
             run.stop_run()
     assert [event.seconds for event in run.told(RoundDraining)] == [None]
-    stalls(run, "a")
-    assert not run.orders("a", m.Break), "the other may still evaluate"
-    stalls(run, "b", "code")
-    for node in "ab":
-        (order,) = run.orders(node, m.Break)
-        assert (order.kind, order.hung) == ("hang", (1,))
+    judged_once_both_are_late(run)
     assert [event.ranks for event in run.told(HangFound)] == [(1,)]
     run.stop("a", "b")
     if how == "the run is drained":

@@ -86,7 +86,7 @@ class Hanging:
     def _advancing(self) -> WatchedRound | None:
         """The round's workers that have not finished, as long as each of them is to advance or to end."""
         view = self._state.view
-        # A limit ends a drain whatever the workers do.
+        # A drain with a limit ends when its time is up, so it needs no verdict.
         drains = view.phase is Phase.DRAINING and self._state.unlimited == view.round
         if not drains and view.phase is not Phase.RUNNING:
             return None

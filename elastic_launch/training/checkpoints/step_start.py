@@ -50,7 +50,7 @@ Start = dict[str, Any]
 """What was small at one start, in a form that a checkpoint can hold: by kind, then by part."""
 
 _version = attrgetter("_version")
-_values = methodcaller("values")  # those of a TorchScript module are no dicts
+_values = methodcaller("values")  # a TorchScript module has its members in other types than dict
 
 
 def copied(value: Any, tensor: Callable[[Tensor], Tensor] = lambda tensor: tensor.detach().clone()) -> Any:

@@ -109,9 +109,11 @@ class Epochs(ABC):
         self, batch: GlobalBatch, seed: int, length: int, steps_per_epoch: int, options: Mapping[str, Any]
     ) -> None:
         self.batch = batch
-        if not isinstance(seed, str | float) and not hasattr(seed, "__index__"):
+        if hasattr(seed, "__index__"):
+            seed = operator.index(seed)  # a checkpoint cannot hold NumPy's
+        elif not isinstance(seed, str | float):
             raise UsageError(f"seed={seed!r} is not a number.", "Give a whole number, such as seed=0.")
-        self.seed = operator.index(seed) if hasattr(seed, "__index__") else seed  # a checkpoint cannot hold NumPy's
+        self.seed = seed
         self.length = length
         self.steps_per_epoch = steps_per_epoch
         self._options = _checked(self.loader, options)

@@ -99,7 +99,7 @@ class ReplicaMesh:
         forming: Callable[..., AbstractContextManager[None]],
         outlives: bool = False,
     ) -> ReplicaMesh:
-        """Form the groups; called by all ranks.
+        """Form the groups; called by all ranks. The shape must fit the world, see :func:`check_shape`.
 
         Args:
             kept: that of an earlier round, of the same shape. Its ``DeviceMesh`` gets the new groups: the hooks of
@@ -109,12 +109,10 @@ class ReplicaMesh:
             outlives: whether the mesh is to be kept in another round.
 
         Raises:
-            UsageError: see :func:`check_shape`.
             RuntimeError: if this process' coordinate in its replica is not the one that it had.
         """
         from torch.distributed.device_mesh import DeviceMesh  # slow to import
 
-        check_shape(world, shard, tensor)
         ranks = torch.arange(world.world_size, device="cpu").view(-1, shard, tensor)
         at, s, t = (int(place) for place in (ranks == world.rank).nonzero()[0])
 
