@@ -695,6 +695,21 @@ def test_what_only_another_node_has_is_never_copied_by_it_at_the_end(pair: tuple
     assert other.copied() == []
 
 
+@pytest.mark.parametrize("queued", [False, True], ids=["begun", "queued"])
+def test_a_node_that_copies_a_share_saves_the_whole_if_no_other_can(pair: tuple[Node, Node], queued: bool) -> None:
+    """The first node is gone, which would have committed the checkpoint."""
+    _, other = pair
+    slow = _stops_the_copy_of(other, 7)
+    newest = 7
+    if queued:
+        other.store(8)
+        newest = 8
+    other.snapshot_store.secure(stands_in=True)
+    os.kill(slow, signal.SIGCONT)
+    assert other.copied() == [newest]
+    assert _loads(other, newest)
+
+
 def test_a_copy_that_fails_gives_way_to_this_nodes_share_of_a_later_one(
     node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -73,10 +73,10 @@ class SnapshotStore:
         self._changed = threading.Condition()
         self._target: CopyJob | None = None  # for the last copy, of whatever snapshot is the newest then
         self._job: CopyJob | None = None  # the next one
+        self._current: CopyJob | None = None  # the one that is carried out
         self._copied = 0
         self._given_up = 0  # the highest sequence number that could not be copied, after all attempts
         self._took: set[str] = set()  # directories that this run owns, as far as this node knows
-        self._busy = False
         self._forgets = False  # whether what is being copied has been dropped since
         self._reading = False  # the pinned snapshot is being copied
         self._closing = False
@@ -158,7 +158,7 @@ class SnapshotStore:
                 return
             _log.warning("the state of step %d in this node's memory is dropped: the run has begun anew", newest.step)
             self._job = None
-            self._forgets = self._busy
+            self._forgets = self._current is not None
             if self._copier is not None:
                 self._copier.kill()
             for slot in self._slots:
@@ -213,7 +213,9 @@ class SnapshotStore:
                 return
             header = self._slots[newest.slot].header()
             there = header is not None and header.sequence == newest.sequence
-            under_way = self._job is not None or (self._busy and self._book.pinned == newest)
+            current = self._current if self._book.pinned == newest else None
+            # A share alone is no checkpoint, as the node that would commit it may be gone.
+            under_way = any(job is not None and not job.share for job in (self._job, current))
             done = self._copied if stands_in else max(self._copied, self._given_up)
             if there and newest.sequence > done and not under_way:
                 self._job = replace(target, last=True)
@@ -253,7 +255,7 @@ class SnapshotStore:
 
     @property
     def _at_rest(self) -> bool:
-        return self._job is None and not self._busy
+        return self._job is None and self._current is None
 
     def serve(self, listener: socket.socket, key: bytes | None) -> int:
         """Serve the newest snapshot to other nodes from now on; workers no longer write. Return the port.
@@ -347,7 +349,7 @@ class SnapshotStore:
                 copied = self._copy(self._caught_up(job))
                 with self._changed:
                     self._let_go()
-                    self._busy = False
+                    self._current = None
                     if self._forgets:
                         copied, self._forgets = None, False
                     self._free()
@@ -366,15 +368,14 @@ class SnapshotStore:
         with self._changed:
             self._changed.wait_for(lambda: self._job is not None or self._closing)
             job, self._job = self._job, None
-            self._busy = job is not None and not self._closing
-            return job if self._busy else None
+            self._current = None if self._closing else job
+            return self._current
 
     def _caught_up(self, job: CopyJob) -> CopyJob:
         """Return a job whose snapshot is still available, if possible."""
         newest = self.newest
         with self._changed:
-            if self._job is not None:
-                job, self._job = self._job, None
+            job = self._replaced(job)
             pinned = self._book.pinned
         there = job.sequence in [held.sequence for held in (newest, pinned) if held is not None]
         if job.share or job.last or newest is None or there or not self._writes:
@@ -383,8 +384,12 @@ class SnapshotStore:
             return job
         with self._changed:
             self._changed.wait_for(lambda: self._job is not None or self._closing, CATCH_UP)
-            job, self._job = self._job or job, None
-            return job
+            return self._replaced(job)
+
+    def _replaced(self, job: CopyJob) -> CopyJob:
+        """Return the queued job, which replaces the current one from now on, or the current one if there is none."""
+        self._current, self._job = self._job or job, None
+        return self._current
 
     def _take(self, job: CopyJob) -> HeldSlot | None:
         """Pin the snapshot of a job while it is copied, or the newest if that one is gone."""
