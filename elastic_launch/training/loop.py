@@ -300,10 +300,9 @@ class Loop:
             machines_at = None if all_agreed else resumed.step
             self._verifier = Verifier(self._epochs, world, share, machines_at, goes_on=live is not None)
         if (rounds.goes_back or share) and live is None and resumed.state is None and not resumed.step:
-            # A process that is kept may have to go back to it.
-            engine.saver.keep(
-                self._after(0, evaluated=not self._owes_evaluation), stays_of(self._optimizer, self._model.parameters())
-            )
+            # A process that is kept may have to go back to it. A checkpoint without any step would be of no use.
+            beginning = replace(self._after(0, evaluated=not self._owes_evaluation), checkpoint=None)
+            engine.saver.keep(beginning, stays_of(self._optimizer, self._model.parameters()))
         # Last: a process that is interrupted before has received only a part of the state.
         engine.begin(resumed.step, self._end, live=self._live, rehearses=self._rehearses, arguments=told(self._given))
         rounds.link.watch(resumed.step, self._first)

@@ -60,6 +60,18 @@ def test_a_callback_that_fails_with_the_words_of_a_broken_connection_is_the_caus
     assert not job.events("worker_kept")
 
 
+def test_a_run_that_ends_in_an_evaluation_saves_the_step_before_it(job: Job, undisturbed: dict[str, Any]) -> None:
+    options = ["--checkpoint", str(job.directory / "checkpoints")]
+    failing = job.launch(
+        "--standalone", "--max-restarts", "0", command=[SCRIPT, str(job.work), "--fail", "10", *options]
+    )
+    assert failing.wait(100) != 0, failing.output
+    assert len(list((job.directory / "checkpoints").glob("step-10.*"))) == 1, failing.output
+    (result,) = run(job, options=options)
+    assert_same([result], undisturbed)
+    assert (result["rounds"], result["evaluations"]) == ([10], undisturbed["evaluations"][1:])
+
+
 @pytest.mark.slow
 def test_a_rank_that_has_an_evaluation_which_others_lack_takes_part_in_it_again(
     job: Job, undisturbed: dict[str, Any]

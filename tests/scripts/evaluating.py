@@ -5,6 +5,7 @@ Each process notes the evaluations that it begins (``begun.jsonl``) and, at its 
 once the others have come there. Snapshots in memory are complete before training goes on.
 With ``--torn S`` the last exchange of the evaluation after step S succeeds everywhere, but fails for rank 1 of the
 first round, as if the connection had been lost at its very end. With ``--fail S`` a callback fails after step S.
+With ``--checkpoint D`` the state is saved to that directory, but not before the end.
 With ``--shard`` the model is sharded over all ranks.
 """
 
@@ -35,6 +36,7 @@ TRACKER = compile("raise RuntimeError('Connection closed by peer: the tracker')"
 
 parser = argparse.ArgumentParser()
 parser.add_argument("directory", type=Path)
+parser.add_argument("--checkpoint", type=Path)
 parser.add_argument("--die-in-evaluation", default="0:0:0")
 parser.add_argument("--die-in-step", default="0:0:0")
 parser.add_argument("--fail", type=int, default=0)
@@ -139,6 +141,7 @@ with el.session() as run:
         eval_loader=el.ElasticLoader(TensorDataset(inputs[96:], targets[96:]), el.GlobalBatch(12, 2), shuffle=False),
         eval_every="5ba",
         exact=True,
+        checkpoint=None if args.checkpoint is None else el.Checkpoint(args.checkpoint, every=1000),
         callbacks=[seen],
     )
     trainer.fit("18ba")

@@ -588,9 +588,9 @@ class Saver:
         return taken
 
     def keep(self, after: Trained, stays: Stays) -> None:
-        """Take a snapshot of the state after a step in memory alone; called by all ranks.
+        """Take a snapshot of the state after a step in memory; called by all ranks.
 
-        :meth:`save` replaces it, if it is called for the same step.
+        Only if the run ends with it, it is saved durably. :meth:`save` replaces it, if it is called for the same step.
         """
         if not self._world.round:
             return
@@ -600,7 +600,7 @@ class Saver:
             taken = self._take(after.state, after.step, None)
             meta = self._meta_after(after, now=False)
             if self._memory.writes:
-                self._keep(taken, meta, replace(after, checkpoint=None), stays, began)
+                self._keep(taken, meta, after, stays, began)
 
     def keep_newer(self, after: Trained) -> None:
         """Take a snapshot of the state after a step in memory, unless there is one; called by one rank alone."""
