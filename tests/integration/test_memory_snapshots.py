@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from changes import ctl
+from changes import STEPS, Changes, ctl
 from harness import SCRIPTS, Job, alive, run_script, wait_for
 
 DIGITS = str(Path(__file__).parents[2] / "examples" / "digits" / "train.py")
@@ -99,6 +99,22 @@ def test_a_run_that_fails_leaves_what_it_had_in_memory(job: Job, undisturbed: st
     assert second.wait(100) == 0, second.output
     assert result_of(job)["resumed_step"] >= 1, "it has no checkpoint but by what was in memory"
     assert result_of(job)["weights_sha256"] == undisturbed
+
+
+def test_once_the_node_whose_rank_decides_has_no_room_another_one_decides(job: Job) -> None:
+    """In the same round; without it, the node that still has room would take none."""
+    changes = Changes(job)
+    command = changes.command
+    changes.command = [*command, "--room-until", "5"]
+    first = changes.node("a", nnodes="2", rank=0)
+    changes.command = command
+    other = changes.node("b", nnodes="2", rank=1)
+    number = changes.trains(2, steps=6)
+    wait_for("snapshots or the end", lambda: changes.whole(number, "b") > 10 or changes.last(number) == STEPS, 60)
+    changes.finish(first, other)
+    assert changes.whole(number, "a") < 5
+    assert changes.whole(number, "b") > 10
+    assert job.event("snapshots_left_out")["cause"] == "no room in this test"
 
 
 def _copiers(job: Job) -> list[int]:

@@ -74,7 +74,7 @@ class MemorySnapshots:
         """Whether this worker writes its node's snapshots; False once there is no room."""
         self.shards: KeptShards | None = None
         """What this process has kept at a planned change, until a step of the next round is done."""
-        self.decides = world.rank == 0
+        self.decides = world.rank == 0 and self.writes
         """Whether this worker's costs decide when all take snapshots: the first rank that writes any."""
 
     @property
@@ -140,6 +140,11 @@ class MemorySnapshots:
                 why,
             )
         return votes
+
+    def choose(self) -> None:
+        """Choose the rank that decides when all take snapshots, since another one writes none now; called by all."""
+        writes = numbers_of_all(self._world, [int(self.writes)])
+        self.decides = self.writes and not any(each for (each,) in writes[: self._world.rank])
 
     def store(
         self,

@@ -401,22 +401,25 @@ class Saver:
     def wishes(self, step: int, checkpoint: CheckpointManager | None) -> Wishes:
         """Return what this rank wants, each wish once; rank 0's clock and one rank's costs decide for all ranks."""
         save = self._asked(step, checkpoint) or (checkpoint is not None and checkpoint.wanted(step))
-        keep = self._memory.writes and self._memory.decides and self._memory.rhythm.due(step)
+        memory = self._memory
+        keep = memory.writes and memory.decides and memory.rhythm.due(step)
+        choose = memory.decides and not memory.writes
         first = self._world.rank == 0
         # One that was postponed can be made when the agent answers again.
         owes = checkpoint is not None and checkpoint.owes and not self._posted.save and not self._link.silent
         save = (first and save and not self._posted.save) or owes
         keep = keep and not self._posted.keep
-        if not save and not keep:
+        choose = choose and not self._posted.choose
+        if not save and not keep and not choose:
             return NOTHING
-        wishes = Wishes(save=save, keep=keep)
-        self._posted = Wishes(save=self._posted.save or wishes.save, keep=self._posted.keep or wishes.keep)
+        wishes = Wishes(save=save, keep=keep, choose=choose)
+        self._posted |= wishes
         return wishes
 
     def agree(self, agreed: Wishes) -> None:
         """Record what all ranks agreed on; it is done at the next boundary with a step."""
-        if agreed.save or agreed.keep:
-            self._agreed = Wishes(save=self._agreed.save or agreed.save, keep=self._agreed.keep or agreed.keep)
+        if agreed.save or agreed.keep or agreed.choose:
+            self._agreed |= Wishes(save=agreed.save, keep=agreed.keep, choose=agreed.choose)
 
     def step_begins(self) -> None:
         """Note that a step changes the state from now on: it is no longer the state that was restored."""
@@ -462,8 +465,11 @@ class Saver:
         """
         agreed, self._agreed = self._agreed, NOTHING
         if agreed is not NOTHING:
-            saves, keeps = self._posted.save and not agreed.save, self._posted.keep and not agreed.keep
-            self._posted = Wishes(save=saves, keep=keeps)
+            posted = self._posted
+            saves, keeps = posted.save and not agreed.save, posted.keep and not agreed.keep
+            self._posted = Wishes(save=saves, keep=keeps, choose=posted.choose and not agreed.choose)
+            if agreed.choose:
+                self._memory.choose()
         going_on: list[bool] = []
         if goes_on is not None and self._divisible(after.state):
             going_on = [bool(each) for (each,) in numbers_of_all(self._world, [int(goes_on)])]

@@ -33,6 +33,7 @@ class Wishes:
     evaluate: bool = False  # after the next step
     compare: bool = False  # compare the ranks' states, see `replicas`
     late: bool = False  # this rank has registered something late, or has not yet, see `late`
+    choose: bool = False  # choose another rank to decide when snapshots are taken
     checksum: int | None = None  # of this rank's state; all ranks post one at the same boundaries
     differs: bool = False  # after an exchange, whether the ranks' checksums differed
 
@@ -44,13 +45,13 @@ class Wishes:
     def counts(self) -> list[float]:
         """Return numbers of which sum or maximum over the ranks show what any wants; the checksum is not included."""
         levels = [self.stop >= level for level in _STOPS]
-        return [*map(float, (*levels, self.save, self.keep, self.evaluate, self.compare, self.late))]
+        return [*map(float, (*levels, self.save, self.keep, self.evaluate, self.compare, self.late, self.choose))]
 
     @staticmethod
     def of_counts(counts: Sequence[float]) -> Wishes:
         """Return what any rank wants, from the sums or maxima over the ranks of :meth:`counts`."""
-        *levels, save, keep, evaluate, compare, late = (count > 0 for count in counts)
-        return Wishes(StopSource(sum(levels)), save, keep, evaluate, compare, late)
+        *levels, save, keep, evaluate, compare, late, choose = (count > 0 for count in counts)
+        return Wishes(StopSource(sum(levels)), save, keep, evaluate, compare, late, choose)
 
 
 _STOPS = [stop for stop in StopSource if stop is not StopSource.NO]
