@@ -589,7 +589,15 @@ class Place(FromAgent):
 
 
 class Exit(FromAgent):
-    """A worker that waits for a place gets none, as its node leaves or the run ends: it exits as after a drain."""
+    """A worker that waits for a place gets none, as its node leaves or the run ends: it exits as after a drain.
+
+    Attributes:
+        use: as in ``SnapshotSlots`` if it writes its node's last snapshot, should its state be newer; else None.
+        sequence: as in ``SnapshotSlots``.
+    """
+
+    use: SlotNumber | None = None
+    sequence: Count = 0
 
 
 class Save(FromAgent):

@@ -160,6 +160,7 @@ MESSAGES = [
         8, c.Placement(5, 1, 1, 6, 4, 2, "host", 29400, 5, 6, False), 1, 3, "rank 1 on node b: SIGKILL", None, 9, True
     ),
     c.Exit(),
+    c.Exit(2, 9),
     c.SnapshotSlots(3, 0, 9, fetching=True),
     c.Fetched(1, 9),
     c.Use(1),

@@ -362,7 +362,8 @@ class NodeAgent(ElasticAgent):
                 self._await_suspended(number, Allowance(self._suspension(), *pids, most=self._longest_suspension))
             case v.SendExit(local_ranks=local_ranks):
                 self._workers.resume()
-                self._control.dismiss(local_ranks)
+                # Those that are being suspended follow.
+                self._control.dismiss(local_ranks, min(local_ranks | self.state.view.live))
             case v.AskStop(round=number, cause=cause, seconds=seconds):
                 view = self.state.view
                 self._control.ask_stop(number, view.alive, why(cause), ends=view.leaving is not None or view.final)

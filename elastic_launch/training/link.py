@@ -91,6 +91,7 @@ class AgentLink:
         self.sequence = 0  # highest number of a snapshot in them, before this worker wrote any
         self.writes = True  # whether snapshots are written to them; it never becomes true again
         self.split = False  # whether snapshots of sharded states are to be split among the nodes
+        self.writes_last = False  # whether this worker, which is to exit, writes its node's last snapshot
         if sock is not None:
             sock.settimeout(BUSY_TIMEOUT)
         self._agent = _peer(sock) if sock is not None else 0  # its pid
@@ -576,8 +577,9 @@ class AgentLink:
                     self._suspend, self._stop_asked = None, ""
                     self.note(None, 0, 0)
                     self._tells_steps, self._next_word, self._ends = place.placement.first_on_node, 0.0, False
-                case c.Exit():
-                    self._exit = True
+                case c.Exit(use=use, sequence=sequence):
+                    self._exit, self.writes_last = True, use is not None
+                    self._use, self.sequence = use, sequence
                 case c.Fetched(use=use, sequence=sequence):
                     self._use, self.sequence, self._fetching = use, sequence, False
                 case c.Use(slot=use):

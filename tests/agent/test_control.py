@@ -276,11 +276,26 @@ def test_a_suspended_workers_connection_belongs_to_its_new_place(control: Contro
     ]
 
 
+@pytest.mark.parametrize(("writers", "writes"), [((0, 0), (False, True)), ((1, 0), (True, False))])
+def test_one_worker_of_those_that_are_told_to_exit_may_write_a_last_snapshot(
+    control: Control, said: Said, writers: tuple[int, int], writes: tuple[bool, bool]
+) -> None:
+    """The other one may still be writing when the next is told."""
+    with worker(control, said, 0) as first, worker(control, said, 1) as second:
+        for rank, sock in enumerate((first, second)):
+            sock.sendall(c.pack(c.Suspended(5)))
+            assert said.get(timeout=WAIT) == v.Reported(1, rank, c.Suspended(5))
+        slots, _ = control._snapshot_store.offer()
+        for rank, sock, writer, writing in zip((1, 0), (second, first), writers, writes, strict=True):
+            control.dismiss({rank}, writer)
+            assert heard(sock) == c.Exit(slots.use if writing else None, slots.sequence)
+
+
 def test_a_suspended_worker_is_told_to_exit_and_missed_if_it_hangs_up(control: Control, said: Said) -> None:
     with worker(control, said, 0) as running, worker(control, said, 1) as sock:
         sock.sendall(c.pack(c.Suspended(5)))
         assert said.get(timeout=WAIT) == v.Reported(1, 1, c.Suspended(5))
-        control.dismiss({0, 1})
+        control.dismiss({0, 1}, 0)
         assert heard(sock) == c.Exit()
         running.setblocking(False)
         with pytest.raises(BlockingIOError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from pathlib import Path
@@ -63,6 +64,22 @@ def test_the_node_that_is_left_saves_the_newest_state_at_the_end(job: Job, ends:
     again = pair.changes.alone(name="c")
     assert again.wait(100) == 0, again.output
     assert job.noted("resumed.jsonl")[-1]["step"] == saved
+
+
+@pytest.mark.parametrize("nodes", [1])
+def test_a_process_that_is_kept_saves_the_last_step_though_the_first_rank_has_failed(job: Job, nodes: int) -> None:
+    """Snapshots are older, and no round follows."""
+    changes = Changes(job, "--checkpoint", str(job.directory / "checkpoints"), "--due-until", "4", live=True)
+    ends = ("--max-restarts", "0")
+    if nodes == 1:
+        agents = [changes.alone(*ends, "--nproc", "2")]
+    else:
+        agents = [changes.node(name, *ends, nnodes="2", rank=rank) for rank, name in enumerate("ab")]
+    number = changes.trains(2, steps=12)
+    (first,) = [place["pid"] for place in job.noted("places.jsonl") if place["rank"] == 0]
+    os.kill(first, signal.SIGKILL)
+    assert [agent.wait(100) for agent in agents] == [137] * nodes, changes.outputs()
+    assert changes.durable()[-1] >= changes.last(number) - 1, changes.outputs()
 
 
 @pytest.mark.slow

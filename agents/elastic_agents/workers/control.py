@@ -126,6 +126,7 @@ class Control:
         self.step_timer = StepTimer(self._reached)
         self.arguments = ""
         self.writer = 0
+        self._last_told = False  # whether a worker that was told to exit may write a last snapshot
         self._events = events
         self._step_events = StepEvents(clock, events)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -179,11 +180,18 @@ class Control:
                 return not peer.deaf
         return False
 
-    def dismiss(self, local_ranks: Collection[int]) -> None:
-        """Tell suspended workers to exit."""
+    def dismiss(self, local_ranks: Collection[int], writer: int) -> None:
+        """Tell suspended workers to exit.
+
+        Args:
+            writer: the local rank that may write the node's last snapshot before, unless another one was told so.
+        """
         with self._lock:
+            slots, _ = self._snapshot_store.offer()
             for peer in self._waiting(local_ranks):
-                self._send(peer, c.Exit())
+                writes = not self._last_told and peer.hello is not None and peer.hello.local_rank == writer
+                self._last_told = self._last_told or writes
+                self._send(peer, c.Exit(slots.use if writes else None, slots.sequence))
 
     def _of_round(self, round_number: int, local_ranks: Collection[int]) -> Iterator[_Peer]:
         for peer in self._peers.values():

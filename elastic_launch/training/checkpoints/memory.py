@@ -78,6 +78,11 @@ class MemorySnapshots:
         """Whether this worker's costs decide when all take snapshots: the first rank that writes any."""
 
     @property
+    def writes_last(self) -> bool:
+        """Whether this worker writes its node's snapshot before it exits: others do if the node's first one is gone."""
+        return self.writes or (not self._world.first_on_node and self._link.keeps and self._link.writes_last)
+
+    @property
     def _may_write(self) -> bool:
         return self._world.first_on_node and bool(self._slots) and self._link.writes
 

@@ -610,7 +610,7 @@ class Saver:
 
     def keep_newer(self, after: Trained) -> None:
         """Take a snapshot of the state after a step in memory, unless there is one; called by one rank alone."""
-        if not self._memory.writes:
+        if not self._memory.writes_last:
             return
         began = time.monotonic()
         found = self._memory.newest(self._training)
