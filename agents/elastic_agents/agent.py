@@ -450,7 +450,8 @@ class NodeAgent(ElasticAgent):
             self._snapshot_store.between_rounds()
         port = self._serve(store.address) if end.serve else 0
         newest, durable = self._snapshot_store.newest, self._parts.durable
-        held = m.HeldSnapshot(newest.round, newest.step, port) if newest is not None else None
+        kept = bool(self.state.view.suspended)
+        held = m.HeldSnapshot(newest.round, newest.step, port, kept) if newest is not None else None
         saved = drained is not None and durable.has(drained)
         unsaved = why(durable.why_not(writes=self.state.rank == 0)) if end.secured and not saved else ""
         store_port = while_scarce(store.reserve, self._clock)

@@ -66,7 +66,7 @@ def test_the_node_that_is_left_saves_the_newest_state_at_the_end(job: Job, ends:
     assert job.noted("resumed.jsonl")[-1]["step"] == saved
 
 
-@pytest.mark.parametrize("nodes", [1])
+@pytest.mark.parametrize("nodes", [1, 2])
 def test_a_process_that_is_kept_saves_the_last_step_though_the_first_rank_has_failed(job: Job, nodes: int) -> None:
     """Snapshots are older, and no round follows."""
     changes = Changes(job, "--checkpoint", str(job.directory / "checkpoints"), "--due-until", "4", live=True)

@@ -157,15 +157,24 @@ def test_snapshots_are_ordered_by_round_and_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "saver"),
-    [({"b": 7, "c": 7}, "b"), ({"b": 6, "c": 7}, "c"), ({"c": 0}, "c"), ({}, "")],
-    ids=["both", "the later rank", "one", "none"],
+    ("held", "kept", "saver"),
+    [
+        ({"b": 7, "c": 7}, "", "b"),
+        ({"b": 7, "c": 7}, "c", "c"),
+        ({"b": 7, "c": 7}, "bc", "b"),
+        ({"b": 6, "c": 7}, "b", "c"),
+        ({"c": 0}, "", "c"),
+        ({}, "", ""),
+    ],
+    ids=["both", "one keeps its processes", "both do", "the later rank", "one", "none"],
 )
-def test_the_end_of_a_run_names_the_node_that_holds_the_newest_state(held: dict[str, int], saver: str) -> None:
+def test_the_end_of_a_run_names_the_node_that_holds_the_newest_state(
+    held: dict[str, int], kept: str, saver: str
+) -> None:
     run = ready("3:3", "abc")
     run.close("a")  # the first member, which saves usually
     for node_id in "bc":
-        snapshot = m.HeldSnapshot(1, held[node_id]) if node_id in held else None
+        snapshot = m.HeldSnapshot(1, held[node_id], kept=node_id in kept) if node_id in held else None
         run.report(node_id, m.Stopped(1, 7000, held=snapshot))
     run.advance(run.machine.timing.min_wait + 10)
     for node_id in "bc":

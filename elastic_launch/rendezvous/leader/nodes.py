@@ -295,14 +295,16 @@ def sources(nodes: ConnectedNodes, members: Iterable[Node]) -> tuple[m.SnapshotS
 def saver(nodes: ConnectedNodes, last: Round) -> str:
     """Return the id of the node that saves the newest state if no round follows; empty if no node is known to hold one.
 
-    Of several that hold it, this is the first by its rank in the last round, whose first member saves usually.
+    Of several that hold it, this is one whose processes are kept, as they may have a newer one, else the first by its
+    rank in the last round, whose first member saves usually.
     """
 
-    def preference(node: Node) -> tuple[bool, tuple[int, int], int]:
+    def preference(node: Node) -> tuple[bool, tuple[int, int], bool, int]:
         rank = last.index(node.hello.node_id, node.hello.incarnation)
-        held = (0, 0) if node.held is None else node.held.order
         # What a node holds whose workers still run is not known.
-        return node.active, (0, 0) if node.active else held, -len(last.members) if rank is None else -rank
+        held = None if node.active else node.held
+        order, kept = ((0, 0), False) if held is None else (held.order, held.kept)
+        return node.active, order, kept, -len(last.members) if rank is None else -rank
 
     holders = [node for node in nodes.where(lacks=LEAVING) if (node.active or node.held is not None)]
     return max(holders, key=preference).hello.node_id if holders else ""

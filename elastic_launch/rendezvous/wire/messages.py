@@ -28,11 +28,13 @@ class HeldSnapshot:
     Attributes:
         round, step: identify the snapshot across ranks. Snapshots are ordered by both, never by the step alone.
         port: where the node serves it to others; 0 if it does not.
+        kept: whether processes are suspended on the node, which may have a newer state.
     """
 
     round: int
     step: int
     port: int = 0
+    kept: bool = False
 
     @property
     def order(self) -> tuple[int, int]:
