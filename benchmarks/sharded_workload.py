@@ -110,11 +110,15 @@ def ours(args: argparse.Namespace, inputs: Tensor, note: Callable[..., None]) ->
         mesh = run.mesh(shard=args.replica) if args.replica else init_device_mesh("cpu", (run.world_size,))
         model = sharded(args.width, mesh["shard"] if args.replica else mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        for step in run.steps(loader, model, optimizer, until=until):
-            again = step.repeated
+
+        def train(step: el.Step) -> None:
             for sample, target in step:
                 step.backward(nn.functional.mse_loss(step.model(sample), target))
             step.update()
+
+        for step in run.steps(loader, model, optimizer, until=until, rehearse=train):
+            again = step.repeated
+            train(step)
             if step.repeated == again:  # else a fault broke it off
                 done(step.number)
 

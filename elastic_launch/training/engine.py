@@ -99,7 +99,7 @@ class Engine:
     def rehearsing(self) -> Iterator[None]:
         """The context of a rehearsal: without a world, and a stop that is requested in it does not count."""
         wanted = self._stop_wanted
-        with rehearsing():
+        with rehearsing(), self.rounds.rehearsing():
             try:
                 yield
             finally:

@@ -147,7 +147,7 @@ class Loop:
             yield from self._steps()
 
     def _steps(self) -> Iterator[Transaction]:
-        if self._rehearses and self._rounds.is_ahead and self._rounds.mesh is None:
+        if self._rehearses and self._rounds.is_ahead and not resharding.obstacle(self._model, within=True):
             self._rehearse()
         self._given = self._arguments()
         self.engine.meet(told(self._given))
@@ -237,6 +237,7 @@ class Loop:
                     self._first = Activity.REHEARSED_STEP
                 finally:
                     gradients.discard()
+                    resharding.let_go(self._model, within=True)
         except Exception as error:  # noqa: BLE001 - the script's; what fails in a step, too, is raised there
             text = "this process could not rehearse its first step, which may therefore take longer: %s: %s"
             _log.warning(text, type(error).__name__, error)

@@ -150,6 +150,10 @@ class WorkerRounds:
         )
         return self.mesh
 
+    def rehearsing(self) -> AbstractContextManager[None]:
+        """The context of a rehearsal, in which a process that has no place exchanges with no other."""
+        return nullcontext() if self._peerless is None else self._peerless.rehearsing()
+
     def _form_mesh(self, shard: int, tensor: int) -> ReplicaMesh:
         check_shape(self.world, shard, tensor)
         untouched, kept = self.untouched, self.mesh is not None

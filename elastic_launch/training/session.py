@@ -221,8 +221,10 @@ class Run:
 
         A process that was started ahead gets the mesh before it has a place, if ``--replica-size`` is the size of the
         shape: ``fully_shard`` and ``parallelize_module`` take its part of what the script has built, and what else the
-        script exchanges waits for the place. With ``tensor`` above 1, a process that is kept ends if its replica gets
-        a process that has not started ahead, because that one exchanges in ``parallelize_module``.
+        script exchanges waits for the place. In a rehearsal the model's own exchanges end at once, with undefined
+        results, and an exchange of the script's ends the rehearsal. With ``tensor`` above 1, a process that is kept
+        ends if its replica gets a process that has not started ahead, because that one exchanges in
+        ``parallelize_module``.
 
         These are refused: a mesh that the script has made itself, the whole mesh given to ``fully_shard`` (HSDP), a
         dimension of a tensor that both dimensions of the mesh cut into parts that do not fit, and in exact mode a

@@ -205,7 +205,7 @@ def test_a_step_that_breaks_in_its_update_is_done_again_from_its_start(job: Job,
 def test_nodes_come_and_go_and_no_step_is_lost(job: Job, shape: tuple[str, str]) -> None:
     """A second replica joins, leaves, joins, a third one joins, and the second one is lost; all others go on.
 
-    A new one builds its model while the others train.
+    A new one builds its model and rehearses a step while the others train. A rehearsal that fails changes nothing.
     """
     result = job.directory / "result.json"
     options = (*LIVE, "--shard", shape[0], "--tensor", shape[1], "--steps", "200")
@@ -225,7 +225,11 @@ def test_nodes_come_and_go_and_no_step_is_lost(job: Job, shape: tuple[str, str])
     other.signal(signal.SIGTERM)
     first.says("round 3: 2 workers kept, 0 started", 60)
     other.wait(60)
+    fail = result.with_name(f"{result.name}.fail")
+    fail.touch()
     other = node("c", 4)
+    assert "could not rehearse its first step" in other.output
+    fail.unlink()
     third = node("d", 5)
     other.says("round 5: 2 workers kept, 0 started", 60)
     other.kill()
@@ -237,7 +241,11 @@ def test_nodes_come_and_go_and_no_step_is_lost(job: Job, shape: tuple[str, str])
     assert_went_on(result, 200)
     lines = read_lines(result.with_name(f"{result.name}.steps"))
     kept = {line["pid"] for line in lines if line["step"] == 1}
-    assert {line["pid"] in kept: line["built_ahead"] for line in lines} == {True: False, False: True}
+    assert {(line["pid"] in kept, line["built_ahead"], line["rehearsed"]) for line in lines} == {
+        (True, False, False),
+        (False, True, True),
+        (False, True, False),  # of the node whose rehearsal failed
+    }
     assert "training goes back" not in first.output
 
 

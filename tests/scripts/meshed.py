@@ -84,12 +84,29 @@ with el.session(threads=1) as run:
     held_out = el.ElasticLoader(DATA, el.GlobalBatch(16, micro=8), shuffle=False)
     evaluator = el.Evaluator(held_out, measure, every="2ba")
     saving = None if args.checkpoint is None else el.Checkpoint(args.checkpoint, every=2)
-    here = f"{run.rank}:{{}}" if run.restarts == 0 else ""
+    rehearsed = []
+
+    def rehearse(step: el.Step) -> None:
+        for x, y in step:
+            loss = nn.functional.cross_entropy(model(x) * scale, y)
+            if Path(f"{args.result}.fail").exists():
+                raise ValueError("in the middle of a rehearsal")
+            step.backward(loss)
+        rehearsed.append(step.number)
+
     steps = run.steps(
-        loader, model, optimizer, until=f"{args.steps}ba", exact=args.exact, evaluator=evaluator, checkpoint=saving
+        loader,
+        model,
+        optimizer,
+        until=f"{args.steps}ba",
+        exact=args.exact,
+        evaluator=evaluator,
+        checkpoint=saving,
+        rehearse=rehearse,
     )
     norms, losses, seen = [], [], []
     for step in steps:
+        here = f"{run.rank}:{{}}" if run.restarts == 0 else ""
         mine = iter(step.plan.micro_batches)
         for x, y in step:
             if (micro := next(mine, None)) is not None:  # else it counts nothing
@@ -109,7 +126,7 @@ with el.session(threads=1) as run:
         losses.append(step.loss)
         with Path(f"{args.result}.steps").open("a") as file:
             line = {"pid": os.getpid(), "rank": run.rank, "step": step.number, "repeated": step.repeated}
-            line["built_ahead"] = built_ahead
+            line |= {"built_ahead": built_ahead, "rehearsed": bool(rehearsed)}
             file.write(json.dumps(line) + "\n")
     found = {
         "hash": el.weights_sha256(model),

@@ -4,13 +4,14 @@
 not have come so far. These groups know the rank and the size that the process will have in its replica, and exchange
 nothing. ``distribute_tensor`` takes this rank's part of its own tensor, as with ``src_data_rank=None``: all ranks build
 the same model. All other exchanges, and questions to the group of all ranks, wait for the place, and go on with the
-round's groups.
+round's groups. Only in a rehearsal what torch and the library exchange ends at once, with undefined results.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -47,6 +48,7 @@ class PeerlessGroups:
         self._find_place = find_place
         self._left: list[ProcessGroup] = []
         self._builds = True
+        self._rehearses = False
         self.exchanged = False
         self._put_back: list[tuple[Any, str, Any]] = []
         self._replace_functions()
@@ -57,6 +59,15 @@ class PeerlessGroups:
             return
         self._left = [*distributed_c10d._world.pg_map]  # what was built with them may still call them
         dist.destroy_process_group()
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Within this context, exchanges that the script does not call itself end at once, with undefined results."""
+        self._rehearses = True
+        try:
+            yield
+        finally:
+            self._rehearses = False
 
     def built(self) -> None:
         """The training begins: from now on, ``distribute_tensor`` exchanges."""
@@ -108,7 +119,8 @@ class PeerlessGroups:
         asks = method.__name__ in _ASKS
 
         def call(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling() and self._has(group):
+            rehearsed = self._rehearses and not called_by_script()
+            if not torch.compiler.is_compiling() and not rehearsed and self._has(group):
                 # Ranks in a replica stay as they are; get_rank(group) looks for its result with the rank among all.
                 caller = sys._getframe(1)
                 of = caller.f_locals.get("group") if caller.f_globals is vars(distributed_c10d) else None
@@ -121,11 +133,12 @@ class PeerlessGroups:
 
     def _resolves(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling():
+            rehearsed = self._rehearses and not called_by_script()
+            if not torch.compiler.is_compiling() and not rehearsed:
                 self.exchanged |= self._builds
                 self._find_place()
             found = function(*args, **kwargs)
-            return self._of_round(found) if self._has(found) else found
+            return found if rehearsed or not self._has(found) else self._of_round(found)
 
         return call
 

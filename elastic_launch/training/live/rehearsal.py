@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from elastic_launch.training.randomness import kept
+from elastic_launch.training.wrapped import local
 
 _CONTAINERS = (dict, OrderedDict, list, set, deque)
 
@@ -67,8 +68,10 @@ def unchanged(*objects: object) -> Iterator[None]:
                 tensor.requires_grad_(required)
         with torch.no_grad():
             for tensor, version, value in values:
-                if tensor._version != version or not torch.equal(tensor, value):
-                    tensor.copy_(value)
+                # Of a DTensor this rank's part: the comparison of whole ones would be an exchange.
+                now, before = local(tensor), local(value)
+                if tensor._version != version or not torch.equal(now, before):
+                    now.copy_(before)
 
 
 def _parts(container: Any) -> list[tuple[int, int]]:

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from elastic_launch.training.live.peerless import PeerlessGroups
 from elastic_launch.training.ranks.mesh import ReplicaMesh, own_ranks
@@ -95,6 +95,18 @@ def test_what_else_is_exchanged_waits_for_the_place(replica: Replica, use: str) 
     assert replica.groups.exchanged == (use in ("mesh", "functional", "redistributed"))
     assert dist.get_world_size() == 1
     assert distributed_c10d.get_backend() == "gloo"
+
+
+def test_in_a_rehearsal_only_the_scripts_own_exchanges_wait(replica: Replica) -> None:
+    """What a pass through a divided model exchanges ends at once. The script may read the results of its own."""
+    layer = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    parallelize_module(layer, replica.wide, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    with replica.groups.rehearsing():
+        layer(torch.ones(2, 4)).sum().backward()
+        assert layer[0].weight.grad is not None
+        assert not replica.finds
+        dist.all_reduce(torch.ones(1), group=replica.wide.get_group())
+    assert replica.finds == 1
 
 
 def test_a_model_that_is_built_after_the_place_was_found_is_the_same(replica: Replica) -> None:
