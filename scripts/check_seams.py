@@ -40,7 +40,9 @@ FOREIGN = {
     "a state dict's versions of modules": "_metadata",
     "the hooks of a module, and its compiled call": "_compiled_call_impl _forward_hooks _forward_pre_hooks",
     "the hooks of a backward pass": "_backward_hooks _backward_pre_hooks _post_accumulate_grad_hooks",
-    "a gradient scaler: its tensors, what it has unscaled": "_device _growth_tracker _per_optimizer_states _scale",
+    "a gradient scaler: its tensors, what it has unscaled, whether it asks an optimizer to skip its step itself": (
+        "_device _growth_tracker _per_optimizer_states _scale _step_supports_amp_scaling"
+    ),
     "by which names a mesh finds its groups, and whose rank it has": "_dim_group_names _rank _root_mesh",
     "what meshes are told apart by, and what torch has kept about them": "_clear_sharding_prop_cache _hash _thread_id",
     "all process groups, and what they consist of": "_device_types _get_backend _world",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,15 +76,15 @@ class Schedules:
                 raise UsageError(f"{where}: every={every!r} is a duration.", 'Give epochs ("1ep") or steps ("10ba").')
             self._stepped.append((scheduler, interval.steps))
 
-    def step_done(self, number: int, *, skipped: bool) -> None:
+    def step_done(self, number: int, skipped: Callable[[], bool]) -> None:
         """Step the schedulers that follow an optimizer step.
 
         Args:
-            skipped: whether the optimizer did not step because gradients overflowed; schedulers that follow every step
-                are not stepped then.
+            skipped: returns whether the optimizer did not step because gradients overflowed; schedulers that follow
+                every step are not stepped then. It may wait for a GPU, and is called only if there are such.
         """
         for scheduler, every in self._stepped:
-            if number % every == 0 and not (skipped and every == 1):
+            if number % every == 0 and not (every == 1 and skipped()):
                 scheduler.step()
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:

@@ -91,9 +91,12 @@ class OptimizerSteps:
         """Unscale the gradients of these optimizers, once in each pass; ``where`` names the step in errors."""
         if self.scaler is None:
             return
-        if not self._unscaled and (others := gradients.parameters.beside_optimizer()):
-            # They count towards the norm of all gradients.
-            torch._foreach_mul_([p.grad for p in others if p.grad is not None], 1 / self.scaler.get_scale())
+        others = gradients.parameters.beside_optimizer() if self.scaler.is_enabled() and not self._unscaled else []
+        if others and self.scaler._scale is not None:
+            # They count towards the norm of all gradients. On the device, as the scaler does it: no number is read.
+            inverse = self.scaler._scale.double().reciprocal().float()
+            for gradient in (p.grad for p in others if p.grad is not None):
+                gradient.mul_(inverse.to(gradient.device))
         for each in chosen:
             if id(each) in self._unscaled:
                 continue
@@ -107,17 +110,23 @@ class OptimizerSteps:
             self._unscaled |= own | {id(each)}
             self.scaler.unscale_(each)
 
-    def step(self, chosen: Sequence[torch.optim.Optimizer]) -> bool:
-        """Step these optimizers; return whether the scaler skipped that."""
-        if self.scaler is None:
+    def step(self, chosen: Sequence[torch.optim.Optimizer]) -> list[Tensor | bool]:
+        """Step these optimizers; return values of which one is not zero if the scaler skipped that."""
+        if self.scaler is None or not self.scaler.is_enabled():
             for each in chosen:
                 each.step()
-            return False
-        before = self.scaler.get_scale()
+            return []
+        found: list[Tensor | bool] = []
         for each in chosen:
+            overflows = [*self.scaler._per_optimizer_states[id(each)]["found_inf_per_device"].values()]
+            if getattr(each, "_step_supports_amp_scaling", False):
+                # Reading them would wait for the device. update() adds to them in place.
+                found += [overflow.clone() for overflow in overflows]
+            else:
+                found.append(any(overflow.item() for overflow in overflows))  # as the scaler does next
             self.scaler.step(each)
         self.scaler.update()
-        return self.scaler.get_scale() < before
+        return found
 
     def warn_without_gradients(self, chosen: Sequence[torch.optim.Optimizer], gradients: Gradients, where: str) -> None:
         """Warn if some optimizers are chosen, and no parameter of theirs has a gradient."""

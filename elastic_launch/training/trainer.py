@@ -234,7 +234,6 @@ class Trainer:
             engine = self._deepspeed
             step.update(None if engine is not None and engine.clips else self._clip_norm, None)
             if engine is not None:
-                step.skipped = engine.skipped
                 step.clipped_norm = engine.norm if engine.clips and self._clip_norm is not None else step.clipped_norm
             if step.too_large:
                 self._tell_incident("out of memory", f"a micro-batch of {self.loader.batch.micro} samples")
@@ -242,8 +241,11 @@ class Trainer:
             if step.broken_off:
                 continue
             self.step, self.loss, self.metrics = step.number, step.loss, step.metrics
-            self._schedules.step_done(step.number, skipped=step.skipped)
+            self._schedules.step_done(step.number, partial(self._skipped, step))
             self._tell_step(step, time.monotonic() - started, lrs)
+
+    def _skipped(self, step: Transaction) -> bool:
+        return step.skipped if self._deepspeed is None else self._deepspeed.skipped
 
     def evaluate(self, loader: Loader | None = None) -> dict[str, float]:
         """Return loss and metrics, averaged over all samples of the evaluation data. Call it on all ranks.

@@ -129,7 +129,8 @@ class Transaction:
         self.share = share
         self.loss = math.nan
         self.metrics: dict[str, float] = {}
-        self.skipped = self.checking = False
+        self.checking = False
+        self._skips: Sequence[Tensor | bool] = ()  # one is not zero if the optimizer did not step
         self.clipped_norm: Tensor | None = None
         self.too_large = self.all_know = False
         self.in_training_mode: bool | None = None
@@ -173,6 +174,11 @@ class Transaction:
     def updated(self) -> bool:
         """Whether an optimizer has stepped and no pass has begun since."""
         return self._passes > 0 and not self._open
+
+    @property
+    def skipped(self) -> bool:
+        """See :attr:`elastic_launch.Step.skipped`. Reading it may wait for a GPU."""
+        return any(map(bool, self._skips))
 
     @property
     def exchanged(self) -> bool:
@@ -605,7 +611,7 @@ class Transaction:
             return
         if not means.correction:
             gradients.discard()
-            self.skipped = True
+            self._skips = [True]
             self._end_pass(means)
             return
         gradients.finish_buffers()
@@ -613,7 +619,7 @@ class Transaction:
             optimizers.warn_without_gradients(chosen, gradients, f"pass {self._passes} of the first step")
         self._owner.engine.saver.settle()
         gradients.waiting = False
-        self.skipped = optimizers.step(chosen)
+        self._skips = optimizers.step(chosen)
         self._end_pass(means)
 
     def _end_pass(self, means: Means) -> None:

@@ -18,6 +18,7 @@ import torch
 from harness import SCRIPTS, Agent, Job, run_script, wait_for
 from torch import Tensor, nn
 from torch.nn.functional import softplus
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import elastic_launch as el
 from elastic_launch.errors import ElasticLaunchError, UsageError
@@ -556,6 +557,36 @@ def test_a_gradient_is_not_unscaled_for_two_optimizers() -> None:
     with pytest.raises(UsageError, match="unscale its gradient twice"):
         step.update()
     loop.close()  # type: ignore[attr-defined]
+
+
+class Reads(TorchDispatchMode):
+    """Counts the values of tensors that are read, for which a GPU would be waited for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("fused", "expected"), [(True, 0), (False, 2)])
+def test_a_step_with_a_scaler_reads_nothing_that_the_scaler_does_not_wait_for(fused: bool, expected: int) -> None:
+    """An optimizer that is not fused waits for the overflow itself; besides, one parameter is in no optimizer."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    scaler, overflows = torch.amp.GradScaler("cpu", init_scale=2.0**10), [False]
+    model[1].weight.register_hook(lambda gradient: gradient * (math.inf if overflows[0] else 1.0))
+    optimizer, skipped = torch.optim.SGD(model[1].parameters(), 0.1, fused=fused), []
+    for step in _run().steps(_loader(), model, optimizer, until="4ba", scaler=scaler):
+        overflows[0] = step.number == 2
+        for x in step:
+            step.backward(model(x).square().mean())
+        before = model[1].weight.detach().clone()
+        with Reads() as reads:
+            step.update()
+        assert reads.count == expected
+        skipped.append(step.skipped)
+        assert torch.equal(before, model[1].weight) == step.skipped
+    assert skipped == [False, True, False, False]
 
 
 def test_an_optimizer_that_gets_no_gradient_in_its_pass_is_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -21,6 +21,7 @@ from elastic_launch.errors import UsageError
 from elastic_launch.training.callbacks import CheckpointEnd, Evaluation, Incident, RoundStart, StepEnd
 from elastic_launch.training.engine import Engine
 from elastic_launch.training.ranks.world import World
+from elastic_launch.training.schedule import Schedules
 from elastic_launch.training.session import Run
 
 GENERATOR = torch.Generator().manual_seed(3)
@@ -215,6 +216,21 @@ def test_an_overflow_under_fp16_leaves_the_step_out_and_the_scheduler_where_it_i
     assert before != case.hash  # BatchNorm's statistics have moved
     assert all(torch.equal(old, new) for old, new in zip(weights, case.model.parameters(), strict=True))
     assert case.scheduler.last_epoch == 0
+
+
+def test_a_skipped_step_is_asked_for_only_if_a_scheduler_follows_each_step() -> None:
+    optimizer, asked = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0), []
+
+    def skipped() -> bool:
+        asked.append(True)
+        return False
+
+    for every in ("2ba", 1, None):
+        schedules = Schedules(el.Schedule(lr_scheduler.ConstantLR(optimizer), every=every), 2, [])
+        optimizer.step()
+        schedules.step_done(1, skipped)
+        schedules.step_done(2, skipped)
+        assert len(asked) == (2 if every is None else 0)
 
 
 def test_a_plateau_scheduler_follows_the_evaluations() -> None:
