@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
@@ -144,11 +145,19 @@ class InParts(Case):
 
 
 class Sparse(Case):
-    """An embedding whose gradients are sparse: default mode only."""
+    """An embedding whose gradients are sparse: default mode only. As with NCCL, no collective takes sparse tensors."""
 
     rate, momentum = 0.05, 0.0  # SGD's momentum would be sparse, too, and no checkpoint holds that
 
     def make(self) -> None:
+        reduce = dist.all_reduce
+
+        def reduce_dense(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if tensor.is_sparse:
+                raise RuntimeError("Tensors must be dense")
+            return reduce(tensor, *args, **kwargs)
+
+        dist.all_reduce = reduce_dense
         self.model = nn.Sequential(nn.EmbeddingBag(4, 3, mode="sum", sparse=True), nn.Linear(3, 1))
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:

@@ -289,8 +289,25 @@ class BucketedReduction(Reduction):
                 torch.empty(1, 0, dtype=torch.int64), torch.empty(0, *shape[1:], dtype=like.dtype), shape
             ).to(like.device)
         own = own.coalesce()
-        dist.all_reduce(own, group=self._peers.group)
-        return own if own._nnz() else None
+        mine = torch.tensor([own._nnz()], device="cpu")
+        found = [torch.zeros_like(mine) for _ in range(dist.get_world_size(self._peers.group))]
+        dist.all_gather(found, mine, group=self._peers.group)
+        counts = [int(count) for count in found]
+        if not any(counts):
+            return None
+        # NCCL sums no sparse tensors. As gloo does it: in the order of the ranks.
+        indices, values = self._rows_of_all(own.indices().T, counts), self._rows_of_all(own.values(), counts)
+        pairs = zip(indices, values, strict=True)
+        first, *others = (torch.sparse_coo_tensor(rows.T, each, own.shape, is_coalesced=True) for rows, each in pairs)
+        return sum(others, start=first).coalesce()
+
+    def _rows_of_all(self, rows: Tensor, counts: Sequence[int]) -> list[Tensor]:
+        """Return the rows of each rank, of which it has so many."""
+        padded = rows.new_zeros(max(counts), *rows.shape[1:])
+        padded[: len(rows)] = rows
+        gathered = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(gathered, padded, group=self._peers.group)
+        return [each[:count] for each, count in zip(gathered, counts, strict=True)]
 
 
 class LocalReduction(Reduction):
