@@ -331,13 +331,16 @@ class WorkerRounds:
         """The state is about to change by what was exchanged."""
         self.in_doubt = self.doubts
 
-    def confirm_state(self) -> None:
+    def confirm_state(self, *, gathered: bool = False) -> None:
         """Confirm the exchanges that the current state follows from, unless each was; called by all ranks.
+
+        Args:
+            gathered: whether the state was also gathered from all ranks, which no step confirms.
 
         Raises:
             RuntimeError: see :meth:`RoundGroups.confirm`.
         """
-        if self.doubts:
+        if self.doubts or (self.confirms and gathered):
             self.groups.confirm(self._gpus, self.timeout)
             self.in_doubt = False
 

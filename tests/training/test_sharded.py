@@ -22,9 +22,12 @@ import elastic_launch as el
 from elastic_launch.errors import UsageError
 from elastic_launch.snapshot import state_sha256
 from elastic_launch.snapshot.format import tree
+from elastic_launch.training.checkpoints.manager import CheckpointManager
 from elastic_launch.training.checkpoints.sharded import StateGatherer
 from elastic_launch.training.checkpoints.state import TrainingState
 from elastic_launch.training.gradients.sharded import clip, total_norm
+from elastic_launch.training.live.groups import RoundGroups
+from elastic_launch.training.rounds import WorkerRounds
 from elastic_launch.training.session import Run
 from elastic_launch.training.wrapped import ELEMENTWISE, check_elementwise, local, tensors_in
 
@@ -333,6 +336,31 @@ def test_a_tensor_that_this_rank_has_whole_is_not_taken_for_a_copy(run: Run) -> 
     mine = {p.to_local().data_ptr() for p in model.parameters() if hasattr(p, "to_local")}
     assert mine & {x.data_ptr() for x in state.values()}
     assert not mine & gatherer.own
+
+
+@pytest.mark.parametrize("each_step", [False, True])
+def test_what_is_gathered_for_a_checkpoint_is_confirmed_before_it_is_saved(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, each_step: bool
+) -> None:
+    """On GPUs, a gather that was aborted raises no error; ``each_step``: as with live="confirmed"."""
+    done: list[str] = []
+
+    def noting(kind: Any, name: str) -> None:
+        real = getattr(kind, name)
+        monkeypatch.setattr(kind, name, lambda *args, **how: (done.append(name), real(*args, **how))[1])
+
+    def agreed(rounds: WorkerRounds, *, aborts: bool) -> None:
+        rounds.confirms, rounds.doubts = each_step, not each_step
+
+    monkeypatch.setattr(WorkerRounds, "agreed", agreed)
+    noting(StateGatherer, "state")
+    noting(RoundGroups, "confirm")
+    noting(CheckpointManager, "save")
+    _go(run, _model(), checkpoint=el.Checkpoint(tmp_path, every=1), exact=True)
+    at = [number for number, each in enumerate(done) if each == "save"]
+    assert len(at) == 2
+    for number in at:
+        assert done[number - 2 : number] == ["state", "confirm"]
 
 
 def test_a_state_that_is_gathered_keeps_the_types_of_its_dicts(run: Run) -> None:

@@ -108,10 +108,11 @@ class Saver:
     by a thread of this process.
 
     Args:
-        confirm: confirms, together with all ranks, that the current state is right; raises a RuntimeError otherwise.
+        confirm: confirms, together with all ranks, that the current state is right, and so is what was gathered of it
+            if it is called with ``gathered=True``; raises a RuntimeError otherwise.
     """
 
-    def __init__(self, world: World, link: AgentLink, confirm: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, world: World, link: AgentLink, confirm: Callable[..., None] = lambda **_: None) -> None:
         self.failure: snapshot.CheckpointError | None = None  # why the last checkpoint could not be saved
         self.seconds = 0.0  # duration of the last save
         self.compares = False  # whether the ranks' states are compared in the current training, see `replicas`
@@ -491,6 +492,14 @@ class Saver:
             whole = draining and checkpoint is None
             self._save(after, durable=durable, last=last, stays=stays, whole=whole)
 
+    def _confirm_gathered(self, state: TrainingState) -> None:
+        """Before what was gathered of a state counts, confirm that, too: an exchange that broke may raise no error.
+
+        If it did, the state itself is confirmed all the same, and need not be given up.
+        """
+        if state.sharded:
+            self._confirm(gathered=True)
+
     def _divisible(self, state: TrainingState) -> bool:
         """Whether the nodes may divide a state, under an agent; the same on all ranks."""
         return state.divisible and self._world.round > 0
@@ -504,6 +513,7 @@ class Saver:
         tree, gatherer = state.captured_split(keep=True)
         boxes = self._layouts.of_all(gatherer, self._world)
         found, part = keep_shards(tree, gatherer, boxes, going_on, rank)
+        self._confirm_gathered(state)
         meta = self._meta_after(after, now=False)
         if going_on[rank]:
             self._memory.shards = KeptShards(self._branch.round, after.step, self._training, part, found, meta)
@@ -533,6 +543,7 @@ class Saver:
         self._kept = False
         durably = checkpoint if checkpoint is not None and checkpoint.writes else None
         taken = self._take(state, step, checkpoint if durable else None, whole=whole)
+        self._confirm_gathered(state)
         in_memory = self._memory.writes
         meta = self._meta_after(after, now=durable)
         if in_memory:
@@ -543,6 +554,7 @@ class Saver:
             everything: dict[str, Any] | OwnShare = taken.state if taken.own is None else taken.own
             if taken.own is None and taken.parts:
                 everything = state.captured(keep=durably is not None)
+                self._confirm_gathered(state)
             checkpoint.save(everything, step, meta, self._link.may_commit, state.gathered)
         elif durable and self._kept and durably:
             durably.requested(step, self._link)
@@ -604,6 +616,7 @@ class Saver:
         with self._link.doing(Activity.CHECKPOINT):
             self._confirm()
             taken = self._take(after.state, after.step, None)
+            self._confirm_gathered(after.state)
             meta = self._meta_after(after, now=False)
             if self._memory.writes:
                 self._keep(taken, meta, after, stays, began)
