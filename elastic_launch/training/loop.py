@@ -6,13 +6,16 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.optim.swa_utils import AveragedModel
 
 from elastic_launch import snapshot
 from elastic_launch.batch import BatchError, GlobalBatch, halved, settled
@@ -727,7 +730,7 @@ class Loop:
                 if self._owes_snapshot:
                     # An evaluation may take longer than many steps: a fault within it must not cost those before.
                     self._owes_snapshot = False
-                    stays = stays_of(self._optimizer, self._model.parameters())
+                    stays = self._stays()
                     self.engine.step_done(self._after(self._step, evaluated=False), stays)
                 if self._owes_evaluation:
                     self._evaluate()
@@ -742,6 +745,11 @@ class Loop:
             self._change_round(error)
             if self._received is not None:
                 self._take(self._received)
+
+    def _stays(self) -> Callable[[Tensor], bool]:
+        """Return whether a tensor keeps its values until the next update: an average, too, is updated after one."""
+        averages = (part.parameters() for part in self._state.parts if isinstance(part, AveragedModel))
+        return stays_of(self._optimizer, chain(self._model.parameters(), *averages))
 
     def _lacks_evaluation(self, step: int) -> bool:
         return self._options.evaluations.due(step, end=step == self._end)
@@ -770,7 +778,7 @@ class Loop:
         """
         self._owes_boundary, self._bounded = False, self._step
         end = self._step == self._end
-        stays = stays_of(self._optimizer, self._model.parameters())
+        stays = self._stays()
         evaluations, engine = self._options.evaluations, self.engine
         # The first rank's clock decides for all.
         wanted = engine.world.rank == 0 and evaluations.wanted()

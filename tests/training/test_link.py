@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from elastic_launch import contract as c
 from elastic_launch.shared_progress import FIRST_STEPS, Activity, SharedProgress
 from elastic_launch.snapshot import newest
 from elastic_launch.snapshot.memory.slot import Slot
+from elastic_launch.snapshot.memory.slot_state import SlotWriter
 from elastic_launch.training import link as link_module
 from elastic_launch.training.checkpoints.manager import CheckpointManager
 from elastic_launch.training.checkpoints.saving import Trained
@@ -307,6 +309,25 @@ def test_the_last_checkpoint_waits_for_an_agent_that_is_slow(
     (told,) = _heard(agent, c.Stored)
     assert isinstance(told, c.Stored)
     assert (told.job.step, told.job.now) == (2, True)
+
+
+def test_a_snapshot_for_which_a_gpu_has_no_memory_does_not_end_the_training(
+    ends: tuple[socket.socket, AgentLink],
+    saver: tuple[Run, CheckpointManager],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def write(*args: Any) -> bool:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nMore")
+
+    monkeypatch.setattr(SlotWriter, "write", write)
+    agent, _ = ends
+    run, checkpoint = saver
+    agent.sendall(c.pack(c.Use(1)))
+    _save(run, checkpoint, 1)
+    assert caplog.text.count("no snapshots in memory from now on: CUDA out of memory.") == 1
+    agent.sendall(c.pack(c.CommitAnswer(_asked(agent).number, True)))
+    assert [outcome.error for outcome in checkpoint.finish(wait=True)] == [None]
 
 
 def test_a_checkpoint_that_stays_put_off_is_reported_at_the_end(saver: tuple[Run, CheckpointManager]) -> None:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel
 
 import elastic_launch as el
 from elastic_launch.contract import CopyJob
+from elastic_launch.snapshot.memory.slot import EVALUATED, Header, Slot
+from elastic_launch.snapshot.memory.slot_state import read_state
 from elastic_launch.training.checkpoints.manager import CheckpointManager
-from elastic_launch.training.checkpoints.memory import settled
+from elastic_launch.training.checkpoints.memory import MemorySnapshots, settled
+from elastic_launch.training.checkpoints.saving import Trained
 from elastic_launch.training.checkpoints.shared_location import Writers
+from elastic_launch.training.engine import Engine
+from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks.world import World
+from elastic_launch.training.session import Run
 
 
 def test_parameters_and_the_optimizers_state_stay_until_its_step_and_nothing_else_does() -> None:
@@ -37,6 +46,59 @@ def test_parameters_and_the_optimizers_state_stay_until_its_step_and_nothing_els
         "exp_avg_sq": True,
     }
     assert not stays(torch.zeros(3))
+
+
+def test_an_average_stays_until_the_next_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clone of it would take a model's memory on the GPU with each snapshot."""
+    found: list[dict[str, bool]] = []
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    average = AveragedModel(model, use_buffers=True)
+    real = Engine.step_boundary
+
+    def step_boundary(engine: Engine, after: Trained, **how: Any) -> bool:
+        found.append({name: how["stays"](tensor) for name, tensor in average.state_dict().items()})
+        return real(engine, after, **how)
+
+    monkeypatch.setattr(Engine, "step_boundary", step_boundary)
+    run = Run(Engine(World(), torch.device("cpu")))
+    run.register("average", average)
+    loader = el.ElasticLoader(torch.rand(8, 3), el.GlobalBatch(4, micro=4))
+    for step in run.steps(loader, model, torch.optim.SGD(model.parameters(), 0.1), until="2ba"):
+        for x in step:
+            step.backward(model(x).square().mean())
+        step.update()
+        average.update_parameters(model)
+    parameters = {f"module.{name}" for name, _ in model.named_parameters()}
+    assert [{name for name, stays in each.items() if stays} for each in found] == [parameters] * len(found)
+    assert found
+
+
+def test_without_memory_for_clones_the_training_waits_for_each_snapshot(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    link, changes = AgentLink(), torch.ones(5)
+    link.slots, link._use = [Slot.make("test")], 0
+    memory = MemorySnapshots(link, World(first_on_node=True, round=1))
+
+    def clone(tensor: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")
+
+    for step in (1, 2):
+        changes.fill_(float(step))
+        header = Header(0, 1, step, EVALUATED, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "clone", clone, raising=False)
+            how: Any = {"stays": lambda tensor: False, "route": lambda job, size: job, "wait": False}
+            assert memory.store({"changes": changes}, {}, header, **how)
+        changes.fill_(99.0)  # it is copied already
+        there = link.slots[0].header()
+        assert there is not None
+        assert (there.step, read_state(link.slots[0], there)["changes"].tolist()) == (step, [float(step)] * 5)
+        link._use = 0
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "CUDA out of memory. Tried to allocate 2.00 GiB. From now on" in line
+    memory.close()
+    link.slots[0].close()
 
 
 def test_a_large_state_is_copied_by_all_nodes_and_a_small_one_by_the_first_alone(tmp_path: Path) -> None:

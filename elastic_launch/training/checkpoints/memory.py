@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from elastic_launch import faults, snapshot
@@ -64,7 +65,7 @@ class MemorySnapshots:
         self._writing: Future[_Written] | None = None
         self._stall = 0.0
         self._json = 0  # bytes of the last snapshot besides its tensors
-        self._torn = False
+        self._waits = False  # whether the training waits for each snapshot, of which no tensor is cloned then
         self._left: int | None = None  # a slot that was reserved for writing but is empty
         self._dropped: int | None = None  # one whose snapshot was dropped; the agent may take it for the newest
         # Why this worker asks for snapshots that are split; empty: it does not.
@@ -179,8 +180,10 @@ class MemorySnapshots:
         """
         self.settle()
         began = time.monotonic()
-        wait = wait or self._torn
-        draft = SlotDraft(state, meta, stays, watch=not wait)
+        wait = wait or self._waits
+        draft = None if wait else self._draft_beside(state, meta, stays)
+        if draft is None:
+            wait, draft = True, SlotDraft(state, meta, lambda tensor: True)
         if lack := "" if fits else self._lack(draft.tensor_bytes + self._json):
             self.give_up(lack, MORE_MEMORY)
             return False
@@ -198,6 +201,21 @@ class MemorySnapshots:
         if wait:
             self.settle()
         return True
+
+    def _draft_beside(
+        self, state: dict[str, Any], meta: dict[str, Any], stays: Callable[[Tensor], bool]
+    ) -> SlotDraft | None:
+        """Return what is written while the training goes on; None if a GPU has no memory for the clones in it."""
+        try:
+            return SlotDraft(state, meta, stays, watch=True)
+        except torch.OutOfMemoryError as error:
+            self._waits = True
+            _log.warning(
+                "there is no memory for the copies that a snapshot needs while the training goes on: %s. From now on "
+                "the next step begins only when a snapshot is copied",
+                str(error).partition("\n")[0].rstrip("."),
+            )
+            return None
 
     def _write(self, draft: SlotDraft, writer: SlotWriter, header: Header, stored: Stored) -> _Written:
         """Write a snapshot and report it to the agent; runs in a thread."""
@@ -225,7 +243,7 @@ class MemorySnapshots:
         try:
             written = writing.result()
         except snapshot.TornSnapshotError:
-            self._torn = True
+            self._waits = True
             self.rhythm.undone()
             raise
         waited = time.monotonic() - began
@@ -283,7 +301,7 @@ class MemorySnapshots:
 
 
 def settled(optimizer: Any, parameters: Iterable[Tensor]) -> Callable[[Tensor], bool]:
-    """Return a predicate: whether a tensor is a parameter or optimizer state, which only the optimizer's step changes.
+    """Return a predicate: whether a tensor is a parameter or optimizer state, which change only after a step's passes.
 
     Tensors are compared by their memory, since a ``state_dict`` has other objects than the parameters themselves.
     """

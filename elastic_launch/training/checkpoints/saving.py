@@ -692,7 +692,7 @@ class Saver:
             self._kept = False
             if self._checkpoint is not None:
                 self._checkpoint.torn(self._keeping)
-        except (snapshot.CheckpointError, OSError) as error:
+        except (snapshot.CheckpointError, OSError, torch.OutOfMemoryError) as error:
             reason = self._give_up_memory(error)
             if self._checkpoint is not None:  # it was told that the snapshot is on its way to the agent
                 self._checkpoint.lost(self._memory.rhythm.last, reason)
@@ -764,13 +764,15 @@ class Saver:
             )
         except snapshot.UnsupportedStateError:
             raise
-        except (snapshot.CheckpointError, OSError) as error:
+        except (snapshot.CheckpointError, OSError, torch.OutOfMemoryError) as error:
             self._give_up_memory(error)
         return False
 
-    def _give_up_memory(self, error: snapshot.CheckpointError | OSError) -> str:
+    def _give_up_memory(self, error: snapshot.CheckpointError | OSError | torch.OutOfMemoryError) -> str:
         """Take no more snapshots; return why."""
-        if isinstance(error, OSError):
+        if isinstance(error, torch.OutOfMemoryError):
+            reason, remedy = str(error).partition("\n")[0], ""
+        elif isinstance(error, OSError):
             reason, remedy = f"not enough memory: {error.strerror or error}", remedy_of(error)
         else:
             reason, remedy = error.message, ""
