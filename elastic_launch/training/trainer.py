@@ -229,7 +229,7 @@ class Trainer:
     def _fit(self, until: int | str) -> None:
         for step in self._loop(until).transactions():
             started = time.monotonic()
-            lrs = tuple(float(group["lr"]) for group in self._optimizer.param_groups if "lr" in group)
+            lrs = self._learning_rates()
             self._work(step)
             engine = self._deepspeed
             step.update(None if engine is not None and engine.clips else self._clip_norm, None)
@@ -243,6 +243,11 @@ class Trainer:
             self.step, self.loss, self.metrics = step.number, step.loss, step.metrics
             self._schedules.step_done(step.number, partial(self._skipped, step))
             self._tell_step(step, time.monotonic() - started, lrs)
+
+    def _learning_rates(self) -> tuple[float, ...]:
+        """Return those that callbacks get: one that is a tensor on a GPU has to be waited for."""
+        groups = self._optimizer.param_groups if self._callbacks else []
+        return tuple(float(group["lr"]) for group in groups if "lr" in group)
 
     def _skipped(self, step: Transaction) -> bool:
         return step.skipped if self._deepspeed is None else self._deepspeed.skipped

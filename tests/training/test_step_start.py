@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensor_reads import Reads
 from torch import Tensor, nn
 
 from elastic_launch.training.checkpoints import step_start
@@ -310,6 +311,23 @@ def test_a_start_is_loaded_as_a_copy() -> None:
         assert own.state["values"].tolist() == [1.0, 1.0]
         own.state["values"].zero_()
         assert (here.model.tau, here.optimizer.param_groups[0]["lr"]) == (1.0, 0.1)
+
+
+def test_learning_rates_that_are_tensors_are_not_read_and_stay_the_same_tensors() -> None:
+    """On a GPU, reading one waits for it, and CUDA graphs hold it. The scheduler's state has them, too."""
+    there, here = Training(), Training()
+    for training, rate in ((there, 0.5), (here, 0.25)):
+        training.optimizer.param_groups[0]["lr"] = torch.tensor(rate)
+        training.scheduler.step()
+    with Reads() as reads:
+        assert there.within(lambda training: None) == []
+        assert here.within(lambda training: None) == []
+    assert reads.addresses == []
+    rate = here.optimizer.param_groups[0]["lr"]
+    here.start.load(there.start.starts[0])
+    assert here.optimizer.param_groups[0]["lr"] is rate
+    assert float(rate) == 0.5
+    assert there.within(lambda training: training.optimizer.param_groups[0]["lr"].mul_(2)) == ["optimizer.param_groups"]
 
 
 def test_a_step_that_goes_on_in_another_round_is_marked_anew() -> None:

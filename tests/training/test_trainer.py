@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensor_reads import Reads
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.utils.data import Dataset, TensorDataset
@@ -216,6 +217,17 @@ def test_an_overflow_under_fp16_leaves_the_step_out_and_the_scheduler_where_it_i
     assert before != case.hash  # BatchNorm's statistics have moved
     assert all(torch.equal(old, new) for old, new in zip(weights, case.model.parameters(), strict=True))
     assert case.scheduler.last_epoch == 0
+
+
+def test_a_learning_rate_is_read_for_callbacks_alone() -> None:
+    def reads(**options: Any) -> int:
+        case, rate = Case(**options), torch.tensor(0.05)
+        case.optimizer.param_groups[0]["lr"] = rate
+        with Reads() as found:
+            case.trainer.fit("2ba")
+        return found.addresses.count(rate.data_ptr())
+
+    assert reads() - reads(callbacks=[]) == 2
 
 
 def test_a_skipped_step_is_asked_for_only_if_a_scheduler_follows_each_step() -> None:

@@ -29,7 +29,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -
     for number, parameter in _pairs(optimizer, saved):
         own, there = before.get(parameter, {}), states.get(number)
         if own and isinstance(there, dict):
-            states[number] = {key: _into(own.get(key), value, written) for key, value in there.items()}
+            states[number] = {key: into(own.get(key), value, written) for key, value in there.items()}
     optimizer.load_state_dict({**saved, "state": states})
     for number, parameter in _pairs(optimizer, saved):
         found, there = optimizer.state.get(parameter), saved["state"].get(number)
@@ -43,9 +43,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -
             if dense and value.shape == parameter.shape and value.stride() != parameter.stride():
                 # A state has no strides, and fused optimizers go through memory: an optimizer makes its own like this.
                 value = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
-            found[key] = _into(before.get(parameter, {}).get(key), value, written)
+            found[key] = into(before.get(parameter, {}).get(key), value, written)
     for then, group in zip(options, optimizer.param_groups, strict=True):
-        group.update({key: _into(then.get(key), value, written) for key, value in group.items() if key != "params"})
+        group.update({key: into(then.get(key), value, written) for key, value in group.items() if key != "params"})
 
 
 def _pairs(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> Iterator[tuple[int, Tensor]]:
@@ -54,7 +54,7 @@ def _pairs(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> Iterat
     yield from zip(numbers, (p for group in optimizer.param_groups for p in group["params"]), strict=True)
 
 
-def _into(mine: object, value: Any, written: set[int]) -> Any:
+def into(mine: object, value: Any, written: set[int]) -> Any:
     """Return the tensor that was there, with the new values, if it can have them; else the new value.
 
     ``written`` are the addresses of those that have theirs. Several groups may have one tensor, as torch gives them one

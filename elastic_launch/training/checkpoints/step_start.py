@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_launch.snapshot.format.dtypes import flat_bytes
+from elastic_launch.training.checkpoints.optimizer_loading import into
 from elastic_launch.training.checkpoints.parts import Gathered, Stateful, flat
 from elastic_launch.training.ranks.checksum import checksums
 from elastic_launch.training.wrapped import is_sharded, is_zero
@@ -186,11 +187,12 @@ class StepStart:
         began, self._since = time.perf_counter(), self._since + 1
         start: Start = {"trained": dict(trained), "states": {}, "groups": {}, "extra": {}}
         for name, part in self._small.items():
-            start["states"][name] = copied(part.state_dict())
+            start["states"][name] = self._copied(name, part.state_dict())
         for name, optimizer in self._optimizers.items():
-            start["groups"][name] = [copied(_options(group)) for group in optimizer.param_groups]
+            groups = [_options(group) for group in optimizer.param_groups]
+            start["groups"][name] = self._copied(f"{name}.param_groups", groups)
         for name, key, module in self._extra:
-            start["extra"].setdefault(name, {})[key] = copied(module.get_extra_state())
+            start["extra"].setdefault(name, {})[key] = self._copied(f"{name}.{key}", module.get_extra_state())
         self.starts[passes:] = [start]
         if time.perf_counter() - began > QUICK and self._since > AGAIN:
             self._divide_all()  # something may have grown: it is watched from the next step on
@@ -199,6 +201,15 @@ class StepStart:
         self._sums_now = (time.monotonic() - self._sums_at) * SHARE >= self._cost
         self.open, self._behind = True, None
         self._at = self._mark(others=True) if self.hands_on else None
+
+    def _copied(self, name: str, value: Any) -> Any:
+        """Return a copy of a small state, and note if it has tensors: comparing them by ``==`` waits for a GPU."""
+
+        def tensor(each: Tensor) -> Tensor:
+            self._with_tensors.add(name)
+            return each.detach().clone()
+
+        return copied(value, tensor)
 
     def go_on(self) -> None:
         """Continue the step in another round, with the state that this process has."""
@@ -269,8 +280,10 @@ class StepStart:
         for name, state in start["states"].items():
             self._parts[name].load_state_dict(copied(state))
         for name, groups in start["groups"].items():
+            written: set[int] = set()
             for mine, then in zip(self._optimizers[name].param_groups, groups, strict=True):
-                mine.update({key: _as(mine.get(key), copied(value)) for key, value in then.items()})
+                for key, value in then.items():
+                    mine[key] = into(mine.get(key), _as(mine.get(key), copied(value)), written)
         for name, key, module in self._extra:
             if key in start["extra"].get(name, {}):
                 module.set_extra_state(copied(start["extra"][name][key]))
