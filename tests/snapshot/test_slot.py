@@ -161,6 +161,12 @@ def test_what_may_change_is_cloned_and_what_stays_is_not() -> None:
     assert draft.tensors["stays"].data_ptr() == stays.data_ptr()
 
 
+def test_a_clone_needs_no_further_copy_before_it_is_written() -> None:
+    draft = SlotDraft({"gaps": torch.arange(6).view(2, 3).t()}, {}, lambda tensor: False)
+    assert draft.tensors["gaps"].is_contiguous()
+    assert draft.tensors["gaps"].tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
 def test_what_no_checkpoint_holds_is_refused_before_anything_is_written() -> None:
     with pytest.raises(UnsupportedStateError, match="found at state"):
         SlotDraft({"x": object()}, {}, lambda tensor: True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import elastic_launch as el
 from elastic_launch.contract import CopyJob
 from elastic_launch.snapshot.memory.slot import EVALUATED, Header, Slot
 from elastic_launch.snapshot.memory.slot_state import read_state
+from elastic_launch.snapshot.memory.staging import Stagings
 from elastic_launch.training.checkpoints.manager import CheckpointManager
 from elastic_launch.training.checkpoints.memory import MemorySnapshots, settled
 from elastic_launch.training.checkpoints.saving import Trained
@@ -80,7 +83,7 @@ def test_without_memory_for_clones_the_training_waits_for_each_snapshot(
     link.slots, link._use = [Slot.make("test")], 0
     memory = MemorySnapshots(link, World(first_on_node=True, round=1))
 
-    def clone(tensor: torch.Tensor) -> torch.Tensor:
+    def clone(tensor: torch.Tensor, **how: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")
 
     for step in (1, 2):
@@ -97,6 +100,26 @@ def test_without_memory_for_clones_the_training_waits_for_each_snapshot(
         link._use = 0
     (line,) = [record.getMessage() for record in caplog.records]
     assert "CUDA out of memory. Tried to allocate 2.00 GiB. From now on" in line
+    memory.close()
+    link.slots[0].close()
+
+
+def test_the_thread_that_trains_prepares_what_copies_from_a_gpu_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Allocated by the thread that writes, it would end the capture of a CUDA graph."""
+    link, threads = AgentLink(), list[str]()
+    link.slots, link._use = [Slot.make("test")], 0
+    prepare = Stagings.prepare
+
+    def noting(stagings: Stagings, tensors: Iterable[torch.Tensor]) -> None:
+        threads.append(threading.current_thread().name)
+        prepare(stagings, tensors)
+
+    monkeypatch.setattr(Stagings, "prepare", noting)
+    memory = MemorySnapshots(link, World(first_on_node=True, round=1))
+    how: Any = {"stays": lambda tensor: True, "route": lambda job, size: job, "wait": False}
+    assert memory.store({"weight": torch.ones(5)}, {}, Header(0, 1, 1, EVALUATED, 0), **how)
+    memory.settle()
+    assert threads == [threading.current_thread().name]
     memory.close()
     link.slots[0].close()
 

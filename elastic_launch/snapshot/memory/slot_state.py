@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import mmap
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -21,10 +20,8 @@ from elastic_launch.snapshot.format.dtypes import flat_bytes
 from elastic_launch.snapshot.format.manifest import encode_meta, parse_json
 from elastic_launch.snapshot.format.plain import Decoder
 from elastic_launch.snapshot.memory.slot import Header, Slot
-from elastic_launch.snapshot.memory.staging import Staging, mark
+from elastic_launch.snapshot.memory.staging import Staging, Stagings, mark
 from elastic_launch.snapshot.storage.saving import state_json
-
-_log = logging.getLogger(__name__)
 
 SMALL = 64 * 1024
 """Bytes below which a tensor is copied at once, since watching it takes as long."""
@@ -93,8 +90,11 @@ class SlotDraft:
         later = {name for name, tensor in tensors.items() if stays(tensor)}
         if watch:
             later = {name for name in later if WatchedTensor.possible(tensors[name])}
+        # A clone with gaps would be copied once more, on its device, by the thread that writes.
+        dense = torch.contiguous_format
         self.tensors = {
-            name: tensor.detach() if name in later else tensor.detach().clone() for name, tensor in tensors.items()
+            name: tensor.detach() if name in later else tensor.detach().clone(memory_format=dense)
+            for name, tensor in tensors.items()
         }
         self.watched = {
             name: WatchedTensor(tensors[name], by_sum=not name.startswith("optimizer/"))
@@ -125,12 +125,16 @@ class SlotDraft:
 
 
 class SlotWriter:
-    """Writes drafts into one slot, whose memory stays mapped between writes."""
+    """Writes drafts into one slot, whose memory stays mapped between writes.
 
-    def __init__(self, slot: Slot) -> None:
+    Args:
+        stagings: those that were prepared for the tensors on GPUs; without one, a copy waits for its GPU.
+    """
+
+    def __init__(self, slot: Slot, stagings: Stagings | None = None) -> None:
         self.slot = slot
         self._mapped: mmap.mmap | None = None
-        self._staging: dict[torch.device, Staging | None] = {}
+        self._stagings = stagings or Stagings()
 
     def write(self, draft: SlotDraft, header: Header) -> bool:
         """Write a draft; the snapshot exists once this returns, and not before.
@@ -154,7 +158,7 @@ class SlotWriter:
         staged: dict[torch.device, Staging] = {}
         for name, offset, size in draft.layout.places:
             tensor = draft.tensors[name]
-            staging = self._stage(tensor.device) if size and tensor.is_cuda else None
+            staging = self._stagings.of(tensor.device) if size and tensor.is_cuda else None
             if staging is None:
                 if size:
                     target[offset : offset + size].copy_(flat_bytes(tensor), non_blocking=False)
@@ -181,16 +185,6 @@ class SlotWriter:
         if self._mapped is not None:
             self._mapped.close()
             self._mapped = None
-
-    def _stage(self, device: torch.device) -> Staging | None:
-        """Return a ``Staging`` that copies from a GPU while it computes; None if there is no pinned memory for it."""
-        if device not in self._staging:
-            try:
-                self._staging[device] = Staging(device)
-            except RuntimeError as error:
-                _log.warning("snapshots wait for %s: %s", device, str(error).partition("\n")[0])
-                self._staging[device] = None
-        return self._staging[device]
 
     def _target(self, size: int) -> Tensor:
         if self._mapped is None or len(self._mapped) != size:

@@ -8,12 +8,15 @@ device fills one, the CPU empties the other.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from elastic_launch.snapshot.format.dtypes import flat_bytes
+
+_log = logging.getLogger(__name__)
 
 PIECE = 32 * 1024 * 1024
 """Bytes of each of the two buffers."""
@@ -68,3 +71,26 @@ class Staging:
             filled.synchronize()
             target.copy_(piece)
             self._full[turn] = None
+
+
+class Stagings:
+    """A :class:`Staging` for each GPU, for all that one thread writes."""
+
+    def __init__(self) -> None:
+        self._by_device: dict[torch.device, Staging | None] = {}
+
+    def prepare(self, tensors: Iterable[Tensor]) -> None:
+        """Allocate what copies of these tensors need; called by the thread that computes.
+
+        CUDA lets no thread allocate pinned memory while another one captures a graph, and ends the capture.
+        """
+        for device in {tensor.device for tensor in tensors if tensor.is_cuda} - self._by_device.keys():
+            try:
+                self._by_device[device] = Staging(device)
+            except RuntimeError as error:
+                _log.warning("snapshots wait for %s: %s", device, str(error).partition("\n")[0])
+                self._by_device[device] = None
+
+    def of(self, device: torch.device) -> Staging | None:
+        """Return what copies from a GPU while it computes; None if there is no pinned memory for it."""
+        return self._by_device.get(device)

@@ -23,6 +23,7 @@ from elastic_launch.contract import CopyJob, NoSnapshots, Restored, Stored
 from elastic_launch.shared_progress import Activity
 from elastic_launch.snapshot.memory.slot import EVALUATED, Header, Slot
 from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter
+from elastic_launch.snapshot.memory.staging import Stagings
 from elastic_launch.snapshot.room import LEFT_OUT, MORE_MEMORY, lacking
 from elastic_launch.training.checkpoints import split, split_restore
 from elastic_launch.training.checkpoints.kept_shards import KEPT, KeptShards
@@ -60,6 +61,7 @@ class MemorySnapshots:
         self._world = world
         self._slots = link.slots
         self._writers: dict[int, SlotWriter] = {}
+        self._stagings = Stagings()
         self._sequence = link.sequence
         self._pool: ThreadPoolExecutor | None = None
         self._writing: Future[_Written] | None = None
@@ -190,7 +192,8 @@ class MemorySnapshots:
         number = self._next_slot(patient)
         if number is None:
             return False
-        writer = self._writers.setdefault(number, SlotWriter(self._slots[number]))
+        self._stagings.prepare(draft.tensors.values())
+        writer = self._writers.setdefault(number, SlotWriter(self._slots[number], self._stagings))
         self._sequence += 1
         header = replace(header, sequence=self._sequence)
         job = route(CopyJob(header.sequence, header.step, header.round), draft.tensor_bytes)
