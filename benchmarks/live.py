@@ -64,11 +64,11 @@ class Change:
     @property
     def title(self) -> str:
         what = {
-            "killed": f"one of {self.workers} workers killed",
-            "joins": "second node joins",
-            "leaves": "one of two nodes leaves",
+            "killed": f"1 of {self.workers} workers killed",
+            "joins": "node joins",
+            "leaves": "node leaves",
         }[self.kind]
-        return f"{what}, compiled model" if self.compiled else f"{what}, start of {self.start:g} s"
+        return f"{what}, compiled model" if self.compiled else f"{what}, {self.start:g} s"
 
     @property
     def options(self) -> list[str]:
@@ -182,10 +182,10 @@ def rows(change: Change) -> tuple[Row, ...]:
     return (
         *after,
         Row("standstill", f"{what}: longest standstill", quick if planned else None, digits=3),
-        Row("slower", f"{what}: a step takes, until the world is whole", None, "times as long", 2),
+        Row("slower", f"{what}: a step until the world is whole", None, "times as long", 2),
         Row("whole", f"{what} -> first step of the new world", None),
-        Row("lost", f"{what}: completed steps lost", Goal(most=0), "", 0),
-        Row("kept", f"{what}: survivors that keep their process", Goal(least=100), "%", 0),
+        Row("lost", f"{what}: steps lost", Goal(most=0), "", 0),
+        Row("kept", f"{what}: processes kept", Goal(least=100), "%", 0),
     )
 
 

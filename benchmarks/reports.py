@@ -65,14 +65,12 @@ def _add(whole: dict[str, list[Any]], part: Mapping[str, list[Any]]) -> None:
 
 
 def show(reports: Sequence[Record], args: argparse.Namespace, section: str) -> None:
-    """Print reports, and write the outputs of ``--markdown`` and ``--chart``."""
+    """Print reports, and write the outputs of ``--markdown``, without the phases, and ``--chart``."""
     rows, phases = joined(reports)
-    parts = [*map(headline, reports), table(rows)]
-    if phases:
-        parts.append(phase_table(phases))
-    parts += missing(rows)
-    text = "\n\n".join(parts)
+    text = "\n\n".join([*map(headline, reports), table(rows), *missing(rows)])
     print(text)
+    if phases:
+        print(f"\n{phase_table(phases)}")
     if args.markdown:
         if args.chart:
             text += f"\n\n![medians]({os.path.relpath(args.chart, args.markdown.parent)})"
@@ -85,7 +83,8 @@ def headline(report: Record) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
     load = f"load before {report['load_before']:.2f}, {report['others_cpu']:.0%} of the CPU used by others meanwhile"
     machine = f"{report['cores']} cores ({report.get('processor', 'unknown')}), Linux {report.get('kernel', 'unknown')}"
-    runs = f"medians of {report['runs']} runs (least..greatest)"
+    many = f"medians of {report['runs']} runs (least..greatest, where they differ)"
+    runs = many if report["runs"] > 1 else "one run"
     return textwrap.fill(f"{report['date']}: {versions}, {machine}, CPU, gloo; {runs}; {load}.", PAGE)
 
 
@@ -98,26 +97,22 @@ def present(names: Iterable[str]) -> list[str]:
 def table(rows: Sequence[Record]) -> str:
     """A Markdown table of all figures; rows without any figure are left out."""
     columns = present(who for row in rows for who in (*row["figures"], *row["without_figure"]))
-    compared = any(row["ratio"] is not None for row in rows)
-    titles = ["", *(CONTENDERS[who].title for who in columns), *(["ratio"] if compared else []), "goal", "met"]
+    titles = ["", *(CONTENDERS[who].title for who in columns), "goal"]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for row in (row for row in rows if row["figures"] or row["without_figure"]):
-        ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
-        met = {None: "-", True: "yes", False: "no"}[row["met"]]
-        cells = [row["title"], *(cell(row, who) for who in columns), *([ratio] if compared else []), wish(row), met]
-        lines.append(f"| {' | '.join(cells)} |")
+        met = {None: "", True: ": met", False: ": missed"}[row["met"]]
+        lines.append(f"| {' | '.join([row['title'], *(cell(row, who) for who in columns), wish(row) + met])} |")
     return "\n".join(lines)
 
 
 def cell(row: Record, who: str) -> str:
-    """Median (min..max) with its unit, and how many runs returned nothing."""
+    """Median with its unit, (min..max) if they differ, and how many runs returned nothing."""
     values, digits = row["figures"].get(who, []), row["digits"]
     parts = []
     if values:
         unit = f" {row['unit']}" if row["unit"] else ""
-        parts.append(
-            f"{statistics.median(values):.{digits}f}{unit} ({min(values):.{digits}f}..{max(values):.{digits}f})"
-        )
+        least, median, most = (f"{f(values):.{digits}f}" for f in (min, statistics.median, max))
+        parts.append(f"{median}{unit}" + (f" ({least}..{most})" if least != most else ""))
     if failed := len(row["without_figure"].get(who, [])):
         parts.append(f"none in {failed} of {failed + len(values)} runs")
     return ", ".join(parts) or "-"
