@@ -186,8 +186,9 @@ def test_the_events_are_shown_with_their_fields() -> None:
     kinds = {event_name(kind): kind for kind in kinds_of_events()}
     assert shown.keys() == kinds.keys()
     for name, kind in kinds.items():
-        table = re.split(r"^## ", shown[name], flags=re.MULTILINE)[0]
-        assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == [item.name for item in fields(kind)], name
+        (listed,) = re.findall(r"^Fields: (.+?)\.$", shown[name], re.MULTILINE | re.DOTALL)
+        outside_brackets = re.sub(r"\([^()]*\)", "", listed)
+        assert re.findall(r"`(\w+)`", outside_brackets) == [item.name for item in fields(kind)], name
 
 
 def test_the_leaders_events_are_under_their_heading() -> None:
