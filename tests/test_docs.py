@@ -83,17 +83,20 @@ def test_every_flag_is_shown_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
-def test_a_flag_is_shown_with_its_value_default_and_variables(flag: Flag) -> None:
+def test_a_flag_is_shown_with_its_value_and_default(flag: Flag) -> None:
     table = rows(sections(REFERENCE / "command-line.md", "##")["Flags"])
     mine = [row for row in table if flag.name in [name.split()[0] for name in names(row[0])]]
     assert len(mine) == 1
-    cell, default, variables, meaning = mine[0]
+    cell, default, meaning = mine[0]
     spelled = names(cell)
     assert [name.split()[0] for name in spelled] == list(flag.names)
     assert spelled[-1].partition(" ")[2] == flag.metavar
-    assert names(variables) == list(flag.variables)
     assert not flag.default or default.strip("`") == flag.default
     assert meaning
+    by_rule = ["PET_" + name[2:].replace("-", "_").upper() for name in flag.names if name.startswith("--")]
+    variables = list(flag.variables)
+    assert variables[: len(by_rule)] == (by_rule if flag.in_environment else [])
+    assert set(variables[len(by_rule) :]) <= set(names(meaning))
 
 
 def test_the_flags_of_composer_are_shown_with_their_values_and_variables() -> None:
@@ -138,10 +141,12 @@ def test_the_fields_of_a_status_are_shown() -> None:
 
 def test_the_keys_of_rdzv_conf_are_shown_with_their_defaults() -> None:
     table = rows(sections(REFERENCE / "command-line.md", "##")["Keys of --rdzv-conf"])
-    shown = {names(row[0])[0]: row[1] for row in table if names(row[0])}
+    shown = {name: row[1] for row in table for name in names(row[0])}
     assert shown.keys() == set(CONF_KEYS)
+    flags = {flag.name[2:].replace("-", "_"): f"`{flag.default}`" for flag in FLAGS}
     for item in fields(Timing):
-        assert shown[item.name] == f"`{getattr(Timing(), item.name):g}`"
+        default = shown[item.name] or flags[item.name]
+        assert default == f"`{getattr(Timing(), item.name):g}`"
 
 
 def test_the_sources_of_notices_are_shown_and_no_other() -> None:
