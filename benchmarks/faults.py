@@ -1,6 +1,6 @@
 """Measures what launches, faults and changes of the world cost: elastic-launch and torchrun in turn, on one machine.
 
-Prints medians and ratios as Markdown tables, and a breakdown of the time from a fault to the next step. Asserts
+Prints medians as Markdown tables, and a breakdown of the time from a fault to the next step. Asserts
 nothing.
 
     python benchmarks/faults.py --runs 5 --json faults.json
