@@ -63,12 +63,6 @@ class Messages:
         """How many ranks are in a barrier that others have not come to."""
         return self._all.n_waiting
 
-    def send(self, tensor: Tensor, dst: int) -> None:
-        self._put("send", tensor, dst)
-
-    def recv(self, tensor: Tensor, src: int) -> None:
-        self._get("send", tensor, src)
-
     def isend(self, tensor: Tensor, dst: int) -> Work:
         with self._lock:
             self.sent += tensor.nbytes
@@ -78,7 +72,7 @@ class Messages:
     def irecv(self, tensor: Tensor, src: int) -> Work:
         return Work(lambda: self._get("send", tensor, src))
 
-    def broadcast(self, tensor: Tensor, src: int, group: object = None) -> None:
+    def broadcast(self, tensor: Tensor, src: int, group: object = None, async_op: bool = False) -> None:
         if src != self._here.rank:
             self._get("broadcast", tensor, src)
             return
@@ -86,13 +80,15 @@ class Messages:
             if rank != src:
                 self._put("broadcast", tensor, rank)
 
-    def all_gather(self, gathered: Sequence[Tensor], tensor: Tensor, group: None = None) -> None:
+    def all_gather(
+        self, gathered: Sequence[Tensor], tensor: Tensor, group: None = None, async_op: bool = False
+    ) -> None:
         for rank in range(len(gathered)):
             self._put("all_gather", tensor, rank)
         for rank, entry in enumerate(gathered):
             self._get("all_gather", entry, rank)
 
-    def all_reduce(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor, async_op: bool = False) -> None:
         self._all.wait(timeout=TIMEOUT)
 
     def _put(self, kind: str, tensor: Tensor, target: int) -> threading.Event:

@@ -54,10 +54,10 @@ ENDLESS = {
     "elastic_launch/training/gradients/shards.py": [*("buckets[turn - 2].wait()", "work.wait()", "bucket.wait()")],
     "elastic_launch/training/loop.py": ["self._rounds.join()"],  # a round, which ends with the time of its store
     "elastic_launch/training/live/waits.py": [
-        *("self._calls.get()", "work.wait()", "work.wait()")  # close() ends the first one's thread
+        *("self._calls.get()", "work.wait()")  # close() ends the first one's thread
     ],
-    # The value of a context variable; and gloo ends the wait after its time for collectives.
-    "elastic_launch/training/ranks/exchange.py": ["_link.get()", "_link.get()", "_link.get()", "work.wait()"],
+    # The value of a context variable.
+    "elastic_launch/training/ranks/exchange.py": ["_link.get()", "_link.get()", "_link.get()"],
 }
 """Waits without a time: by module, with the reason. None is on the way to the end of a process."""
 

@@ -42,6 +42,7 @@ from elastic_launch.training.gradients.means import cargo_size
 from elastic_launch.training.gradients.parameters import OwnParameters, Parameters
 from elastic_launch.training.live import resharding
 from elastic_launch.training.live.rehearsal import graphs_fit_any_world, randomness_kept, unchanged
+from elastic_launch.training.live.waits import on_host
 from elastic_launch.training.loop_options import LoopOptions
 from elastic_launch.training.passes import Share
 from elastic_launch.training.positions import Positions
@@ -322,7 +323,7 @@ class Loop:
         numbers = [self._lacks_evaluation(step), self._bounded == step, -micro, aborts, not self._agreed, self._reached]
         if self.engine.world.world_size > 1:
             found = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+            on_host(dist.all_reduce, found, op=dist.ReduceOp.MAX)
             numbers = found.tolist()
         lacking, bounded, least = bool(numbers[0]), bool(numbers[1]), -numbers[2]
         self._rounds.agreed(aborts=self.engine.world.world_size > 1 and bool(numbers[3]))

@@ -22,7 +22,7 @@ from elastic_launch.training.link import AgentLink
 from elastic_launch.training.live.groups import GroupsRemainError, RoundGroups
 from elastic_launch.training.live.peerless import PeerlessGroups
 from elastic_launch.training.live.timeout_watch import TimeoutWatch
-from elastic_launch.training.live.waits import Waits
+from elastic_launch.training.live.waits import Waits, on_host
 from elastic_launch.training.ranks.exchange import is_of_exchange, numbers_of_all
 from elastic_launch.training.ranks.mesh import ReplicaMesh, check_shape, own_ranks
 from elastic_launch.training.ranks.pace import Straggler
@@ -304,7 +304,7 @@ class WorkerRounds:
         if self._together is not None:
             found = torch.tensor(int(over), device="cpu")
             with self.exchanging():
-                dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._together)
+                on_host(dist.all_reduce, found, op=dist.ReduceOp.MAX, group=self._together)
             over = bool(found)
         if over:
             raise RoundOverError("the round is over")
@@ -325,7 +325,7 @@ class WorkerRounds:
             return
         with self.exchanging(), self.groups.held():
             for group in self.mesh.inner.get_all_groups():
-                dist.all_reduce(torch.zeros(1, device="cpu"), group=group)
+                on_host(dist.all_reduce, torch.zeros(1, device="cpu"), group=group)
 
     def updates(self) -> None:
         """The state is about to change by what was exchanged."""

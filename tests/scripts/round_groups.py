@@ -29,6 +29,7 @@ from torch.distributed import distributed_c10d
 from elastic_launch import collective_dump
 from elastic_launch.training.live.groups import RoundGroups
 from elastic_launch.training.live.waits import Waits, wait_in
+from elastic_launch.training.ranks import exchange
 from elastic_launch.training.ranks.world import GROUP_TIMEOUT
 
 TIMEOUT = timedelta(seconds=40)
@@ -147,11 +148,18 @@ class Rank:
         return float(tensor), error
 
     def transfer(self, how: str, numbers: int = 10_000_000) -> None:
-        """Have rank 0 send numbers to rank 1, in one of three ways; the waits for it end."""
-        waits = Waits(lambda: self.groups.lost(), all_works=True)
+        """Have rank 0 send numbers to rank 1, in one of several ways; the waits for it end.
+
+        ``state`` and ``chunks`` are ways of the library, as on GPUs, where a script's works are left alone.
+        """
+        waits = Waits(lambda: self.groups.lost(), all_works=how not in ("state", "chunks"))
         tensor, receives = torch.ones(numbers), dist.get_rank() == 1
         try:
-            if how == "broadcast":
+            if how == "state":
+                exchange.broadcast_state({"numbers": tensor}, 0, dist.get_rank())
+            elif how == "chunks":
+                exchange.swap([] if receives else [(tensor, 1)], [(tensor, 0)] if receives else [])
+            elif how == "broadcast":
                 dist.broadcast(tensor, src=0)
             elif how == "functional":
                 operators, name = torch.ops._c10d_functional, distributed_c10d._get_default_group().group_name

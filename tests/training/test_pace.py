@@ -97,7 +97,7 @@ def test_a_rank_is_reported_once_after_three_windows(
     pace = Pace(0, 2, 100, on_host=True, report=found.append)
     other = 0.1
 
-    def reduce(table: torch.Tensor) -> None:
+    def reduce(table: torch.Tensor, async_op: bool) -> None:
         table[0, 3:] = torch.tensor(first)
         table[1] = torch.tensor([0.0, other, 2.0, 2.5, waited])
 

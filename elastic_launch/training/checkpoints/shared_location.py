@@ -23,6 +23,7 @@ from elastic_launch.snapshot.location import Place, Url
 from elastic_launch.snapshot.stall import while_advancing
 from elastic_launch.snapshot.storage.lineage import order
 from elastic_launch.snapshot.storage.reading import Taking
+from elastic_launch.training.live.waits import on_host
 from elastic_launch.training.ranks.exchange import broadcast_state, bytes_of_all, exchanging, numbers_of_all
 from elastic_launch.training.ranks.spreading import Cuts, in_place, spread_state
 from elastic_launch.training.ranks.world import World
@@ -51,7 +52,7 @@ def writers(where: Place, world: World) -> Writers:
     mark = (_draw() if isinstance(where, Url) else _put(where)) if first else 0
     told = torch.tensor([mark], device="cpu")
     with exchanging():
-        dist.broadcast(told, src=0)
+        on_host(dist.broadcast, told, src=0)
     drawn = int(told)
     if isinstance(where, Url):
         return Writers(first, drawn, reads=first)

@@ -21,6 +21,7 @@ from elastic_launch.snapshot.format.plain import Path
 from elastic_launch.snapshot.format.tensor_file import copied
 from elastic_launch.training.checkpoints.kept_shards import KeptShards
 from elastic_launch.training.checkpoints.split import InSlot, SnapshotPart
+from elastic_launch.training.live.waits import on_host
 from elastic_launch.training.ranks.exchange import CHUNK, broadcast_state, bytes_of_all, exchanging, swap
 from elastic_launch.training.ranks.spreading import Box, Cut, Cuts, narrowed, overlap, places, stand_ins_of, within
 from elastic_launch.training.ranks.world import World
@@ -88,7 +89,7 @@ def restored(
     if world.world_size > 1:
         # A rank that has all that it needs would wait in its first step, in which it is late only after minutes.
         with exchanging():
-            dist.all_reduce(torch.zeros(1, device="cpu"))
+            on_host(dist.all_reduce, torch.zeros(1, device="cpu"))
     return state, meta
 
 

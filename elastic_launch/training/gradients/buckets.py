@@ -25,6 +25,7 @@ from torch import Tensor
 
 from elastic_launch.errors import UsageError
 from elastic_launch.training.gradients.flat import MESSAGE, Reduction, Values, packed
+from elastic_launch.training.live.waits import on_host
 from elastic_launch.training.ranks.mesh import ALL, RankGroup
 
 FIRST_BYTES = 1024 * 1024
@@ -234,7 +235,7 @@ class BucketedReduction(Reduction):
         # Parameters without a gradient come last, so that the others do not wait for them.
         ranked += [which for which in range(len(self._like) - 1, -1, -1) if which not in last]
         order = torch.tensor(ranked, dtype=torch.int64, device="cpu")
-        dist.broadcast(order, src=self._peers.rank(0), group=self._peers.group)
+        on_host(dist.broadcast, order, src=self._peers.rank(0), group=self._peers.group)
         self._learned = True
         self._build(order.tolist())  # gradients of this step stay where they are
 
@@ -291,7 +292,7 @@ class BucketedReduction(Reduction):
         own = own.coalesce()
         mine = torch.tensor([own._nnz()], device="cpu")
         found = [torch.zeros_like(mine) for _ in range(dist.get_world_size(self._peers.group))]
-        dist.all_gather(found, mine, group=self._peers.group)
+        on_host(dist.all_gather, found, mine, group=self._peers.group)
         counts = [int(count) for count in found]
         if not any(counts):
             return None

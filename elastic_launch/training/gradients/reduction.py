@@ -20,6 +20,7 @@ from elastic_launch.errors import UsageError
 from elastic_launch.training.gradients.flat import Reduction, Values, alike, packed
 from elastic_launch.training.gradients.shards import ShardExchange
 from elastic_launch.training.gradients.tree import Segment, fold, joins, segments
+from elastic_launch.training.live.waits import on_host
 from elastic_launch.training.ranks.mesh import ALL, RankGroup
 
 
@@ -150,7 +151,7 @@ class ExactReduction(Reduction):
         else:
             if not whole:
                 present = torch.tensor(self._present, dtype=torch.int32, device="cpu")
-                dist.all_reduce(present, op=dist.ReduceOp.MAX, group=self._peers.group)
+                on_host(dist.all_reduce, present, op=dist.ReduceOp.MAX, group=self._peers.group)
                 self._present = [there > 0 for there in present.tolist()]
             own = [node for _, node in nodes]
             self._sum = own[0] if own else self._new()

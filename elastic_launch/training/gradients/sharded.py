@@ -31,6 +31,7 @@ from elastic_launch.errors import UsageError
 from elastic_launch.training.gradients.flat import together
 from elastic_launch.training.gradients.parameters import Parameters
 from elastic_launch.training.gradients.tree import Segment, fold, joins, segments
+from elastic_launch.training.live.waits import on_host
 from elastic_launch.training.ranks.mesh import TENSOR, RankGroup, ReplicaMesh, is_cut
 from elastic_launch.training.wrapped import MESH_HINT, is_sharded, local, sharding_groups, sharding_modules, whole
 
@@ -271,7 +272,7 @@ class ShardSums:
             trained = [p for p in self._parameters.sharded.values() if p.requires_grad]
             used = torch.tensor([id(p) in self._used for p in trained], dtype=torch.uint8, device="cpu")
             if self._data.size > 1:
-                dist.all_reduce(used, op=dist.ReduceOp.MAX)
+                on_host(dist.all_reduce, used, op=dist.ReduceOp.MAX)
             for parameter, there in zip(trained, used.tolist(), strict=True):
                 parameter.grad = parameter.grad if there else None
         if self._across.size > 1 and not self.exact:

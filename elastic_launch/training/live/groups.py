@@ -27,6 +27,7 @@ from elastic_launch.collective_dump import forget_collectives
 from elastic_launch.system.allowance import Allowance
 from elastic_launch.training.live.sockets import GroupSockets
 from elastic_launch.training.live.turns import quick_turns
+from elastic_launch.training.live.waits import on_host
 
 _ASLEEP_S = 0.1
 """Seconds for which gloo's threads sleep before one of them counts as left behind."""
@@ -240,7 +241,7 @@ class RoundGroups:
             time.sleep(min(waited * _PART_OF_WAIT, _LONGEST_PAUSE))
         if self.disconnected:
             raise RuntimeError("NCCL communicator was aborted, since the round is over")
-        dist.all_reduce(torch.zeros(1, device="cpu"))
+        on_host(dist.all_reduce, torch.zeros(1, device="cpu"))
 
     def leave(self) -> None:
         """Destroy all process groups of this process, and wait until they and their sockets are gone.

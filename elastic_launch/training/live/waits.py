@@ -51,16 +51,25 @@ _torchs_wait = Work.wait
 _waits: Waits | None = None
 
 
-def wait_for(work: Work) -> None:
-    """Wait for a work of gloo's, in the way of the :class:`Waits` that are in force, if any.
+def wait_for(work: Work | None, timeout: timedelta = _FOREVER) -> None:
+    """Wait for a work of gloo's, if there is one, in the way of the :class:`Waits` that are in force, if any.
 
     Raises:
         RuntimeError: if it fails.
     """
-    if _waits is None or type(work) is not Work:
-        work.wait()
-    else:
-        _waits.wait(work)
+    if _waits is not None and type(work) is Work:
+        _waits.wait(work, timeout)
+    elif work is not None:
+        work.wait(*([timeout] if timeout else []))
+
+
+def on_host(exchange: Callable[..., Work | None], *arguments: Any, **options: Any) -> None:
+    """Call a collective of torch.distributed with tensors in host memory, and wait for it by :func:`wait_for`.
+
+    Raises:
+        RuntimeError: if it fails.
+    """
+    wait_for(exchange(*arguments, **options, async_op=True))
 
 
 def wait_for_all(works: Sequence[Work]) -> None:
@@ -93,7 +102,8 @@ class Waits:
     Args:
         lost: whether works that have not ended by now will not end.
         all_works: whether all works of this process are gloo's: then torch's ``Work.wait`` is replaced, also for the
-            script's own use. Otherwise only :func:`wait_for` ends.
+            script's own use. Otherwise only :func:`wait_for` and :func:`on_host` end, which the library has for its
+            own: nothing tells a work of gloo's from one of NCCL's.
     """
 
     def __init__(self, lost: Callable[[], bool], *, all_works: bool) -> None:
@@ -103,7 +113,7 @@ class Waits:
         self._pid = os.getpid()
         # torch would take the stack of each look that ends, and print that it does.
         self._by_looks = os.environ.get("TORCH_SHOW_CPP_STACKTRACES", "0") == "0"
-        _waits, self._all_works = self, all_works
+        _waits, self._all_works, self._open = self, all_works, True
         if all_works:
             # A subclass may call it for its own work: torch tells that by the name and the first argument.
             def wait(work: Work, timeout: timedelta = _FOREVER) -> bool:
@@ -117,7 +127,7 @@ class Waits:
         if _waits is self:
             _waits = None
             Work.wait = _torchs_wait  # type: ignore[method-assign]
-        self._all_works = False
+        self._open = False
         while self._idle:
             self._idle.pop().close()
 
@@ -132,7 +142,7 @@ class Waits:
         if timeout and work._get_op_type() not in _TRANSFERS:  # type: ignore[attr-defined]
             return _torchs_wait(work, timeout)
         if not self._by_looks or work._get_op_type() in _TRANSFERS:  # type: ignore[attr-defined]
-            return bool(self.wait_in(partial(_torchs_wait, work, timeout)))
+            return bool(self._in_helper(partial(_torchs_wait, work, timeout)))
         while not work.is_completed():
             try:
                 return _torchs_wait(work, _LOOK)
@@ -145,7 +155,11 @@ class Waits:
 
     def wait_in(self, function: Callable[[], Any]) -> Any:
         """See :func:`wait_in`."""
-        if os.getpid() != self._pid or not self._all_works:
+        # A work of NCCL's has the streams wait that the thread uses which waits for it.
+        return self._in_helper(function) if self._all_works else function()
+
+    def _in_helper(self, function: Callable[[], Any]) -> Any:
+        if os.getpid() != self._pid or not self._open:
             return function()
         self._check()  # else each of many works that do not end would leave a thread behind
         try:
@@ -156,7 +170,7 @@ class Waits:
             except RuntimeError:  # no more threads
                 return function()
         done, value = helper.call(function, self._check)
-        if self._all_works:
+        if self._open:
             self._idle.append(helper)
         else:
             helper.close()  # while it made the call, this object was closed

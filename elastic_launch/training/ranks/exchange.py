@@ -19,6 +19,7 @@ from elastic_launch.shared_progress import Activity
 from elastic_launch.snapshot.format import tree
 from elastic_launch.snapshot.format.dtypes import bytes_of, flat_bytes
 from elastic_launch.training.link import AgentLink
+from elastic_launch.training.live.waits import on_host, wait_for
 from elastic_launch.training.ranks.mesh import ALL, RankGroup
 from elastic_launch.training.ranks.world import World
 
@@ -82,16 +83,16 @@ def numbers_of_all(world: World, numbers: Sequence[int], group: dist.ProcessGrou
     mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     gathered = [torch.zeros_like(mine) for _ in range(world.world_size)]
     with exchanging():
-        dist.all_gather(gathered, mine, group=group)
+        on_host(dist.all_gather, gathered, mine, group=group)
     return [entry.tolist() for entry in gathered]
 
 
 def send_bytes(data: bytes, target: int) -> None:
     """Send a message to a rank that calls :func:`receive_bytes`."""
     with exchanging():
-        dist.send(torch.tensor([len(data)], device="cpu"), dst=target)
+        wait_for(dist.isend(torch.tensor([len(data)], device="cpu"), dst=target))
         if data:
-            dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), dst=target)
+            wait_for(dist.isend(torch.frombuffer(bytearray(data), dtype=torch.uint8), dst=target))
 
 
 def receive_bytes(source: int, timeout: float | None = None) -> bytes:
@@ -102,10 +103,7 @@ def receive_bytes(source: int, timeout: float | None = None) -> bytes:
     """
 
     def receive(target: Tensor) -> Tensor:
-        if timeout is None:
-            dist.recv(target, src=source)
-        elif (work := dist.irecv(target, src=source)) is not None:
-            work.wait(timedelta(seconds=timeout))
+        wait_for(dist.irecv(target, src=source), timedelta(seconds=timeout or 0))
         return target
 
     with exchanging():
@@ -131,7 +129,8 @@ def broadcast_tensors(tensors: Iterable[Tensor], *, by_host: bool = False, among
         dense = flat_bytes(value)
         if by_host:
             dense = dense.cpu()
-        dist.broadcast(dense, src=among.rank(0), group=among.group)
+        broadcast: Callable[..., object] = partial(on_host, dist.broadcast) if dense.is_cpu else dist.broadcast
+        broadcast(dense, src=among.rank(0), group=among.group)
         if dense.data_ptr() != value.data_ptr():
             value.copy_(dense.view(value.dtype).view(value.shape))
 
@@ -143,7 +142,7 @@ def broadcast_state(state: Any, source: int, rank: int, among: RankGroup = ALL) 
         state: a state that a checkpoint can hold; used only on the source rank.
         among: the ranks, if not all; ``source`` and ``rank`` are places among them.
     """
-    send = partial(dist.broadcast, src=among.rank(source), group=among.group)
+    send = partial(on_host, dist.broadcast, src=among.rank(source), group=among.group)
     tensors: dict[str, Tensor] = {}
     header = b""
     if rank == source:
@@ -221,8 +220,7 @@ def swap(sends: Iterable[tuple[Tensor, int]], receives: Iterable[tuple[Tensor, i
         works = [dist.irecv(chunk, src=source) for chunk, source in coming]
         works += [dist.isend(chunk, dst=target) for chunk, target in going]
         for work in works:
-            if work is not None:
-                work.wait()
+            wait_for(work)
             link.advanced()
     for buffer, tensor, _ in dense:
         if buffer is not tensor:
@@ -237,7 +235,7 @@ def _chunks(tensor: Tensor) -> Iterator[Tensor]:
 def are_same(numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[bool]:
     """Return which numbers of 63 bits are the same on all ranks; called by all ranks with equally many."""
     mine = torch.tensor([*numbers, *(~number for number in numbers)], dtype=torch.int64, device="cpu")
-    dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=group)
+    on_host(dist.all_reduce, mine, op=dist.ReduceOp.MAX, group=group)
     most, most_inverted = mine.view(2, -1).tolist()
     # The maximum of the inverted numbers is the inverted minimum.
     return [high == ~inverted for high, inverted in zip(most, most_inverted, strict=True)]
@@ -251,5 +249,5 @@ def bytes_of_all(world: World, mine: bytes) -> list[bytes]:
     padded = torch.frombuffer(bytearray(mine.ljust(max(1, *sizes))), dtype=torch.uint8)
     gathered = [torch.zeros_like(padded) for _ in sizes]
     with exchanging():
-        dist.all_gather(gathered, padded)
+        on_host(dist.all_gather, gathered, padded)
     return [bytes(bytes_of(entry[:size])) for entry, size in zip(gathered, sizes, strict=True)]

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_launch.system.host_load import overloaded
+from elastic_launch.training.live.waits import on_host
 
 SLOW = 1.5
 """A rank is slow if a micro-batch takes it this many times the median of the other ranks."""
@@ -130,7 +131,7 @@ class Pace:
         mine = [self._data / count, compute, self._wall, _load(), _pressure()]
         table = torch.zeros(self._world_size, len(mine), dtype=torch.float64, device="cpu")
         table[self._rank] = torch.tensor(mine, dtype=torch.float64, device="cpu")
-        dist.all_reduce(table)
+        on_host(dist.all_reduce, table)
         rows = table.tolist()
         # The same on all ranks, as the next window must be.
         each = max(float(table[:, 2].max()) / max(1, step - self._began), 1e-9)

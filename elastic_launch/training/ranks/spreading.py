@@ -19,6 +19,7 @@ from torch import Tensor
 from elastic_launch.snapshot.format import tree
 from elastic_launch.snapshot.format.plain import Path
 from elastic_launch.snapshot.storage.reading import Taking
+from elastic_launch.training.live.waits import on_host, wait_for
 from elastic_launch.training.ranks.exchange import (
     broadcast_state,
     described,
@@ -95,13 +96,21 @@ def spread_state(state: Any, holders: Sequence[int], world: World, cut: Cut | No
     if served_by:
         # A rank that serves no other would wait in its first step, in which it is late only after minutes, perhaps.
         with exchanging():
-            dist.all_reduce(torch.zeros(1, device="cpu"))
+            on_host(dist.all_reduce, torch.zeros(1, device="cpu"))
     return found
 
 
 def in_place(taking: Cuts) -> Taking:
     """Return what leaves tensors in mapped memory, to be sent, if ``taking`` would cut them."""
     return lambda meta: None if taking(meta) is None else lambda path, tensor: tensor
+
+
+def _send(tensor: Tensor, target: int) -> None:
+    wait_for(dist.isend(tensor, dst=target))
+
+
+def _receive(tensor: Tensor, source: int) -> None:
+    wait_for(dist.irecv(tensor, src=source))
 
 
 def _serve(targets: Sequence[int], tensors: Mapping[str, Tensor], rest: Any) -> None:
@@ -113,7 +122,7 @@ def _serve(targets: Sequence[int], tensors: Mapping[str, Tensor], rest: Any) -> 
     for name in places(rest, stand_ins_of(shapes)) if targets else ():
         for target, boxes in wanted.items():
             if name in boxes:
-                in_chunks(narrowed(tensors[name], boxes[name]).cpu(), partial(dist.send, dst=target))
+                in_chunks(narrowed(tensors[name], boxes[name]).cpu(), partial(_send, target=target))
 
 
 def _received(source: int, cut: Cut) -> Any:
@@ -125,7 +134,7 @@ def _received(source: int, cut: Cut) -> Any:
         if box is None:
             return whole
         part = torch.empty([length for _, length in box], dtype=whole.dtype, device="cpu")
-        in_chunks(part, partial(dist.recv, src=source))
+        in_chunks(part, partial(_receive, source=source))
         return cut.kept(path, whole.shape, part)
 
     boxes = ((name, cut.box(path, stand_ins[name].shape)) for name, path in places(rest, stand_ins).items())

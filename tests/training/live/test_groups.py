@@ -115,7 +115,7 @@ def test_no_rank_waits_for_the_end_of_a_sending_that_failed(processes: RankProce
 
 
 @pytest.mark.parametrize("lost", ["sender", "receiver"])
-@pytest.mark.parametrize("how", ["broadcast", "transfer", "functional"])
+@pytest.mark.parametrize("how", ["broadcast", "transfer", "functional", "state", "chunks"])
 def test_a_wait_for_a_large_message_that_is_under_way_ends(
     processes: RankProcesses, world: World, how: str, lost: str
 ) -> None:
