@@ -15,6 +15,7 @@ from elastic_launch.clock import Clock
 from elastic_launch.events.incidents import Incidents
 from elastic_launch.events.types import Event, event_name
 from elastic_launch.system.private_files import make_private, open_private
+from elastic_launch.system.whole_writes import write_whole
 from elastic_launch.system.writer_thread import Writer
 
 
@@ -78,8 +79,7 @@ class JsonLines:
                     # A full disk may have taken half of a line, also of an earlier agent: this one must not extend it.
                     rest = b"\n" + data if not self._whole and self._is_torn(descriptor) else data
                     self._whole = False
-                    while rest:
-                        rest = rest[os.write(descriptor, rest) :]
+                    write_whole(descriptor, rest)
                     self._whole = True
                 finally:
                     os.close(descriptor)

@@ -24,6 +24,7 @@ from elastic_launch import codec
 from elastic_launch.errors import ProtocolError
 from elastic_launch.secret import Token, read_token
 from elastic_launch.system.private_files import make_private, open_private, read_small
+from elastic_launch.system.whole_writes import write_whole
 
 _log = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ class RunFile:
             self._lock = open_private(new, os.O_WRONLY | os.O_EXCL)
             with contextlib.suppress(OSError):  # some network file systems have no locks
                 fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            os.write(self._lock, json.dumps(asdict(run_address)).encode() + b"\n")
+            write_whole(self._lock, json.dumps(asdict(run_address)).encode() + b"\n")
             os.rename(new, self._path)
             self._written = run_address
             if self._directory_lock < 0:

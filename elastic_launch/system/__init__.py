@@ -7,6 +7,7 @@
 ``wake``             wakes a thread that waits in a selector
 ``writer_thread``    writes to consoles and files in a thread, through a bounded queue
 ``descriptors``      the limit on file descriptors
+``whole_writes``     writes that are done as a whole
 ``private_files``    directories and files that other users cannot read or replace
 ``plain_text``       makes untrusted text safe for logs and terminals
 ``memory_groups``    control groups that limit memory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -123,7 +124,7 @@ def test_a_fetch_that_does_not_end_holds_up_nothing_and_keeps_its_descriptors(
         reserving.set()
         go_on.wait(60)
 
-    monkeypatch.setattr(transfer.os, "posix_fallocate", reserve)
+    monkeypatch.setattr(os, "posix_fallocate", reserve)
     for module in (transfer, snapshot_store):
         monkeypatch.setattr(module, "ENDING", 0.2)
     new.fetch(source)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import resource
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -186,3 +187,21 @@ def test_a_directory_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog
     file.end(0, "all workers finished")
     assert "cannot be written" in caplog.text
     assert len(caplog.records) == 1
+
+
+def test_a_disk_that_takes_a_part_of_the_file_leaves_the_one_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A write to a disk that fills up takes what there is room for, and only the next one fails."""
+    file = RunFile(tmp_path)
+    file.write(run_address("one"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
+    try:
+        file.write(led())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert find(tmp_path, None, depth=0)[0] == [FoundRun(run_address("one"), tmp_path)]
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+    assert "cannot be written" in caplog.text
+    file.close()

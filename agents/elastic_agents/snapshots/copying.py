@@ -30,6 +30,7 @@ from elastic_launch.snapshot.storage.lineage import epoch_of, nonce_in, order, s
 from elastic_launch.snapshot.storage.listing import CheckpointInfo, find, order_of
 from elastic_launch.snapshot.storage.saving import Files, in_format_of, prune, write_parts, write_share
 from elastic_launch.snapshot.storage.shares import Division, Read
+from elastic_launch.system.whole_writes import write_whole
 
 _log = logging.getLogger(__name__)
 
@@ -162,7 +163,7 @@ def main() -> None:
         nonlocal gone
         try:
             with saying:
-                os.write(agent, pack(message))
+                write_whole(agent, pack(message))
         except BrokenPipeError:
             # The agent was killed, so nothing is committed any more. The current write must finish, and its result
             # be removed: if an exception closes a file, a driver may store half of it.

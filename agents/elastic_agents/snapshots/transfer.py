@@ -17,7 +17,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import logging
-import os
 import socket
 import threading
 import time
@@ -36,6 +35,7 @@ from elastic_launch.snapshot.format.manifest import MAX_STATE_BYTES
 from elastic_launch.snapshot.memory.slot import Header, Slot
 from elastic_launch.snapshot.room import lacking
 from elastic_launch.system.threads import VitalThread
+from elastic_launch.system.whole_writes import write_whole
 
 _log = logging.getLogger("elastic_launch.agent")
 
@@ -365,7 +365,8 @@ class TransferClient:
         digest, at = hashlib.sha256(), 0
         for part in wire.receive(header.tensors):
             digest.update(part)
-            at += os.pwrite(slot.tensors, part, at)
+            write_whole(slot.tensors, part, at)
+            at += len(part)
         rest = []
         for size in (header.state, header.meta):
             rest.append(b"".join(bytes(part) for part in wire.receive(size)))

@@ -11,6 +11,7 @@ from elastic_launch import codec
 from elastic_launch.errors import EndpointError, ProtocolError
 from elastic_launch.rendezvous.voters.voter import VoterState
 from elastic_launch.system.private_files import make_private, open_private, read_small, untrusted
+from elastic_launch.system.whole_writes import write_whole
 
 
 class VoteFile:
@@ -62,9 +63,7 @@ class VoteFile:
         """
         descriptor = open_private(self._new, os.O_WRONLY | os.O_TRUNC)
         try:
-            data = memoryview(codec.dumps(state))
-            while data:
-                data = data[os.write(descriptor, data) :]
+            write_whole(descriptor, codec.dumps(state))
             os.fsync(descriptor)
         finally:
             os.close(descriptor)

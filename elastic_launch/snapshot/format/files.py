@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 from elastic_launch.snapshot.errors import MalformedError
 from elastic_launch.snapshot.stall import advanced
+from elastic_launch.system.whole_writes import write_whole
 
 MAX_HEADER = 100_000_000
 """Maximum size in bytes of a header that safetensors reads."""
@@ -46,8 +47,7 @@ def write_all(descriptor: int, parts: Iterable[bytes | memoryview]) -> FileSum:
             chunk = memoryview(part)[start : start + _CHUNK]
             digest.update(chunk)
             size += len(chunk)
-            while chunk:
-                chunk = chunk[os.write(descriptor, chunk) :]
+            write_whole(descriptor, chunk)
             if size - synced >= _SYNC:
                 os.fdatasync(descriptor)
                 synced = size

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 
 from elastic_launch.snapshot.room import lacking
+from elastic_launch.system.whole_writes import write_whole
 
 _MAGIC = b"elsnap02"
 
@@ -134,8 +135,8 @@ class Slot:
     def commit(self, header: Header, state: bytes, meta: bytes) -> None:
         """Complete a snapshot whose tensors are written."""
         os.ftruncate(self.head, _STATE_AT + header.state + header.meta)
-        _write(self.head, state, _STATE_AT)
-        _write(self.head, meta, _STATE_AT + header.state)
+        write_whole(self.head, state, _STATE_AT)
+        write_whole(self.head, meta, _STATE_AT + header.state)
         sequence, *numbers = astuple(header)
         fields = _FIELDS.pack(_MAGIC, *numbers)
         whole = _HEADER.pack(sequence, fields, zlib.crc32(fields))
@@ -158,10 +159,3 @@ class Slot:
         """Yield the bytes of the tensor file from ``begin`` to before ``end``, a few MiB at a time."""
         for offset in range(begin, end, _CHUNK):
             yield os.pread(self.tensors, min(_CHUNK, end - offset), offset)
-
-
-def _write(descriptor: int, data: bytes, offset: int) -> None:
-    rest = memoryview(data)
-    while rest:
-        written = os.pwrite(descriptor, rest, offset)
-        rest, offset = rest[written:], offset + written
