@@ -20,21 +20,33 @@ class DrainCallback(TrainerCallback):
 
     def __init__(self) -> None:
         self._drain = Drain()
+        self._owes = False  # whether a checkpoint was asked for and none was written since
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        self._owes = False
         self._drain.begin(state.global_step, state.max_steps)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         stops = self._drain.boundary(state.global_step, end=state.global_step >= state.max_steps)
-        control.should_save = control.should_save or stops or self._drain.save
+        self._owes = self._owes or stops or self._drain.save
+        control.should_save = control.should_save or self._owes
         control.should_training_stop = control.should_training_stop or stops
         return control
 
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        # An evaluation after the step drops the wish where only the best state is saved. The Trainer calls this and
+        # saves here also when it stops within an epoch.
+        control.should_save = control.should_save or self._owes
+        return control
+
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._owes = False
         self._drain.saved(state.global_step)
 
     def on_train_end(

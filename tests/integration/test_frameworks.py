@@ -256,3 +256,10 @@ def test_lightning_fails_before_the_first_step_if_nothing_would_be_resumed(tmp_p
     script.write_text(NOTHING_LAST)
     printed = run_script(str(script), code=1)
     assert "UsageError: DrainCallback() finds no ModelCheckpoint that saves a last checkpoint" in printed
+
+
+@pytest.mark.slow
+@installed("transformers")
+def test_a_drained_trainer_saves_although_its_state_is_not_the_best(tmp_path: Path) -> None:
+    run_script(str(SCRIPTS / "keeping_best.py"), str(tmp_path), "3", code=128 + signal.SIGTERM)
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-1", "checkpoint-3"}
