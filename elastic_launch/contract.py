@@ -211,6 +211,7 @@ class Ready(FromWorker):
         checkpoints: whether the library is to save checkpoints of this training.
         base, base_in: step and place of the durable state that the run last resumed from; 0 and empty without one.
         arguments: what must be the same on all ranks, as text; empty if that is not known.
+        training: number of the script's training, from 0; it may begin several in a round, one after the other.
     """
 
     step: Count
@@ -224,6 +225,7 @@ class Ready(FromWorker):
     base: Count = 0
     base_in: OsText = ""
     arguments: Text = ""
+    training: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,9 +327,13 @@ class StepDone(FromWorker):
 
     Sent for the first step of a process in each round, then once a second; ``elastic_launch.shared_progress`` has every
     step. If that cannot be written, it is sent for each step.
+
+    Attributes:
+        training: as in :class:`Ready`.
     """
 
     step: Count
+    training: Count = 0
 
 
 class Drained(FromWorker):
@@ -467,10 +473,15 @@ class MayCommit(FromWorker):
 
 
 class WorkerSaved(FromWorker):
-    """The worker wrote a durable checkpoint with ``step`` steps itself, or could not; ``error`` says why."""
+    """The worker wrote a durable checkpoint with ``step`` steps itself, or could not; ``error`` says why.
+
+    Attributes:
+        training: as in :class:`Ready`.
+    """
 
     step: Count
     error: Text
+    training: Count = 0
 
 
 class SnapshotSlots(FromAgent):
@@ -517,6 +528,7 @@ class Copied(FromAgent):
         final: whether retrying is pointless.
         pruning: the checkpoint is written, and old ones are being removed: another message follows.
         directory: directory or URL of the checkpoints, as in the ``CopyJob``.
+        training: as in ``Ready``; filled in by the agent.
     """
 
     step: Count
@@ -530,6 +542,7 @@ class Copied(FromAgent):
     final: bool = False
     pruning: bool = False
     directory: OsText = ""
+    training: Count = 0
 
 
 class Copying(FromAgent):

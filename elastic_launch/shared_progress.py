@@ -22,10 +22,10 @@ STEP_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30
 """Seconds: steps are counted by the first of these that they did not exceed."""
 
 _COUNTS = len(STEP_BOUNDS) + 1
-_FIELDS = struct.Struct(f"<QQdQdQ32sdQQdd{_COUNTS}Q")
+_FIELDS = struct.Struct(f"<QQdQdQ32sdQQdd{_COUNTS}QQ")
 _MOST = 2**53
 _RECORD = struct.Struct(f"<{_FIELDS.size}sI")  # fields, their CRC-32
-_PLACE = 256
+_PLACE = 512
 """Bytes of one worker's place."""
 
 TRIES = 3
@@ -75,6 +75,7 @@ class WorkerProgress(NamedTuple):
         lr: learning rate of the first parameter group; None if the worker has not reported it.
         steps_s: seconds of all steps of the workers that had this place, each from the end of the one before.
         durations: numbers of these steps by their durations, see :data:`STEP_BOUNDS`; the last are longer than all.
+        training: the number of the script's training that is under way, from 0; ``step`` counts in it.
     """
 
     round: int
@@ -90,12 +91,18 @@ class WorkerProgress(NamedTuple):
     lr: float | None = None
     steps_s: float = 0.0
     durations: tuple[int, ...] = (0,) * _COUNTS
+    training: int = 0
+
+    @property
+    def position(self) -> tuple[int, int, int]:
+        """The round, the training and the step, by which reports are ordered."""
+        return self.round, self.training, self.step
 
     @property
     def possible(self) -> bool:
         """Whether this is plausible: a worker's script has access to the memory and may write anything."""
         known = self.activity <= _LAST and 0 <= self.limit < _MOST
-        counts = self.round, self.step, self.batch, self.passes, *self.durations
+        counts = self.round, self.step, self.batch, self.passes, self.training, *self.durations
         return known and max(counts) < _MOST > self.steps_s >= 0 and 0 <= self.at <= MonotonicClock().now()
 
 
@@ -108,6 +115,7 @@ class SharedProgress:
 
     Attributes:
         figures: loss, batch, passes and learning rate of the next report.
+        training: see :class:`WorkerProgress`.
     """
 
     def __init__(self, descriptor: int, local_rank: int = 0) -> None:
@@ -115,6 +123,7 @@ class SharedProgress:
         self._local_rank = local_rank
         self._file = _file(descriptor)
         self.figures: tuple[float | None, int, int, float | None] = (None, 0, 0, None)
+        self.training = 0
         self._lock = threading.Lock()  # the number of a closed descriptor is soon reused
         # Counters go on after the worker that had this place before.
         before = self.read(local_rank) or WorkerProgress(0, 0, 0.0)
@@ -141,17 +150,19 @@ class SharedProgress:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         last = self._last
         begins = activity in FIRST_STEPS  # then the steps up to this one were not done in this round
-        at = last.at if (round, step) == last[:2] and not begins else MonotonicClock().now()
+        same = (round, self.training) == (last.round, last.training)
+        at = last.at if same and step == last.step and not begins else MonotonicClock().now()
         steps_s, durations = last.steps_s, last.durations
-        if round == last.round and step > last.step and not begins:
+        if same and step > last.step and not begins:
             place = bisect_left(STEP_BOUNDS, (at - last.at) / (step - last.step))
             durations = (*durations[:place], durations[place] + step - last.step, *durations[place + 1 :])
             steps_s += at - last.at
         count, figures = last.number + 1, self.figures
-        self._last = WorkerProgress(round, step, at, activity, limit, count, what, *figures, steps_s, durations)
+        known = round, step, at, activity, limit, count, what
+        self._last = WorkerProgress(*known, *figures, steps_s, durations, self.training)
         loss, batch, passes, lr = (math.nan if figure is None else figure for figure in figures)
         words = what.encode(errors="replace")
-        fields = _FIELDS.pack(*self._last[:6], words, loss, batch, passes, lr, steps_s, *durations)
+        fields = _FIELDS.pack(*self._last[:6], words, loss, batch, passes, lr, steps_s, *durations, self.training)
         os.pwrite(self.descriptor, _RECORD.pack(fields, zlib.crc32(fields)), self._local_rank * _PLACE)
 
     def read(self, local_rank: int = 0) -> WorkerProgress | None:
@@ -165,11 +176,9 @@ class SharedProgress:
             fields, check = _RECORD.unpack(data)
             if zlib.crc32(fields) == check:
                 found = _FIELDS.unpack(fields)
-                *known, what, loss, batch, passes, lr, steps_s = found[:-_COUNTS]
-                figures = (_finite(loss), batch, passes, _finite(lr), steps_s)
-                reached = WorkerProgress._make(
-                    (*known, one_line(what.rstrip(b"\0").decode(errors="ignore")), *figures, found[-_COUNTS:])
-                )
+                *known, what, loss, batch, passes, lr, steps_s = found[: -_COUNTS - 1]
+                figures = (_finite(loss), batch, passes, _finite(lr), steps_s, found[-_COUNTS - 1 : -1], found[-1])
+                reached = WorkerProgress._make((*known, one_line(what.rstrip(b"\0").decode(errors="ignore")), *figures))
                 return reached if reached.possible else None
         return None
 

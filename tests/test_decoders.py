@@ -239,7 +239,7 @@ NOW = datetime(2026, 1, 2, tzinfo=UTC)
 def progress(data: bytes) -> WorkerProgress | None:
     made = SharedProgress.make("fuzz")
     try:
-        fields = data[:248].ljust(248, b"\0")
+        fields = data[:256].ljust(256, b"\0")
         os.pwrite(made.descriptor, fields + zlib.crc32(fields).to_bytes(4, "little"), 0)
         return made.read()
     finally:

@@ -452,11 +452,13 @@ class NodeAgent(ElasticAgent):
         newest, durable = self._snapshot_store.newest, self._parts.durable
         kept = bool(self.state.view.suspended)
         held = m.HeldSnapshot(newest.round, newest.step, port, kept) if newest is not None else None
-        saved = drained is not None and durable.has(drained)
+        training, _ = self._control.step_timer.position
+        saved = drained is not None and durable.has(training, drained)
         unsaved = why(durable.why_not(writes=self.state.rank == 0)) if end.secured and not saved else ""
         store_port = while_scarce(store.reserve, self._clock)
         trained = self._control.step_timer.trained[0] > 0
-        stopped = m.Stopped(number, store_port, drained, held, saved, unsaved, end.importing, end.slots, trained)
+        how = saved, unsaved, end.importing, end.slots, trained, training
+        stopped = m.Stopped(number, store_port, drained, held, *how)
         self._membership.report(stopped)
 
     def _serve(self, address: str) -> int:

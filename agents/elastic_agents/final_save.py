@@ -108,8 +108,9 @@ class FinalSave:
             if copied.path:
                 self._durable.copied(copied)
                 self._events.emit(ev.CheckpointSaved(number, copied.step, copied.path))
-            asked = self._control.answers(copied.step)
-            self._membership.report(m.NodeSaved(number, copied.step, "" if copied.path else error, asked))
+            asked = self._control.answers((copied.training, copied.step))
+            why = "" if copied.path else error
+            self._membership.report(m.NodeSaved(number, copied.step, why, asked, copied.training))
         told = copied is not None and self._control.tell_copied(copied)
         if isinstance(copied, Copied) and error:
             text = "checkpoint of step %d is saved, but removing old ones failed: %s%s"
@@ -122,7 +123,7 @@ class FinalSave:
     def reported(self, saved: m.NodeSaved) -> None:
         """A worker has written a checkpoint itself, or could not, or the script saves its state itself."""
         if saved.round == self._state.view.round:
-            self._durable.reported(saved.step, saved.error)
+            self._durable.reported(saved.step, saved.error, saved.training)
             if not saved.error:
                 self._events.emit(ev.CheckpointSaved(saved.round, saved.step, ""))
         self._membership.report(saved)
@@ -135,8 +136,9 @@ class FinalSave:
             return None
         others = len(state.view.members) > 1 and not state.run_over and not self._stands_in
         told = self._membership.checkpoint
-        reached = self._control.step_timer.reached
+        timer = self._control.step_timer
+        number, _ = timer.reached
         # A record that outlives the run refuses another one of its name.
         continues = code == ExitCode.INTERRUPTED and not self._config.kind.elected and not others
-        step = None if told is None else told[0]
-        return self._durable.where(reached, others=others, told=step, continues=continues)
+        reached = timer.position if number else None
+        return self._durable.where(reached, others=others, told=told and told[:2], continues=continues)

@@ -55,12 +55,12 @@ def present(
         ranks=tuple(mine.rank for mine in formed.ranks_of(state.rank)) if formed.members else (),
         outlook=membership.outlook if state.member else "",
         parked=membership.parked and state.member,
-        checkpoint=None if saved is None else saved[0],
-        checkpoint_age=None if saved is None else control.clock.now() - saved[1],
+        checkpoint=None if saved is None else saved[1],
+        checkpoint_age=None if saved is None else control.clock.now() - saved[2],
         steps_s=steps_s,
         durations=durations,
         unconfirmed=membership.unconfirmed,
-        round_steps=(of_round[1] - of_round[0] if of_round else 0) if number else None,
+        round_steps=(of_round[1] if of_round else 0) if number else None,
         load=host.last(),
     )
 
@@ -68,11 +68,12 @@ def present(
 def beat(control: Control, snapshot: int | None, load: HostLoad | None) -> Beat | ProgressBeat:
     """Return what a beat tells the leader: how far the workers are, once they train, and the host's load if given."""
     timer = control.step_timer
-    number, step = timer.reached
+    number, _ = timer.reached
     if not number:
         return Beat(load)
     loss = _loss_in(control.reports(number))
-    return ProgressBeat(number, step, snapshot, timer.step_seconds, timer.remaining(), loss, load)
+    training, step = timer.position
+    return ProgressBeat(number, step, snapshot, timer.step_seconds, timer.remaining(), loss, load, training)
 
 
 def _loss_in(reports: Iterable[WorkerProgress]) -> float | None:

@@ -36,8 +36,9 @@ class StepTimer:
     def __init__(self, look: Callable[[], WorkerProgress | None] = lambda: None) -> None:
         self._look = look
         self._lock = threading.Lock()
-        self._round = 0
-        self._step = 0
+        self._round = self._training = self._step = 0
+        self._earlier = 0  # steps of the round's earlier trainings
+        self._began = 0  # steps that were done when the round's workers began to train
         self._at = 0.0
         self._steps: deque[float] = deque(maxlen=KEPT)
         self._saving = 0.0
@@ -46,18 +47,27 @@ class StepTimer:
         self._total = 0
         self._trained = (0, 0.0)
 
-    def begin(self, round_number: int, step: int, now: float, total: int = 0) -> None:
-        """A worker begins to train, with so many steps done of a total; 0 if the total is not known."""
-        with self._lock:
-            if round_number > self._round:
-                self._round, self._step, self._at = round_number, step, now
-                self._first, self._total = step, total
-                self._report = 0, 0.0
+    def begin(self, round_number: int, step: int, now: float, total: int = 0, training: int = 0) -> None:
+        """A worker begins to train, with so many steps done of a total; 0 if the total is not known.
 
-    def step(self, round_number: int, step: int, now: float) -> None:
+        ``training``: number of the script's training, from 0.
+        """
+        self._look_again()
+        with self._lock:
+            if (round_number, training) <= (self._round, self._training):
+                return
+            if round_number > self._round:
+                self._earlier, self._began = 0, step
+            else:
+                self._earlier += self._step - self._first
+            self._round, self._training, self._step, self._at = round_number, training, step, now
+            self._first, self._total = step, total
+            self._report = 0, 0.0
+
+    def step(self, round_number: int, step: int, now: float, training: int = 0) -> None:
         """A worker has finished a step; the first report counts."""
         with self._lock:
-            if round_number == self._round and step > self._step:
+            if (round_number, training) == (self._round, self._training) and step > self._step:
                 number = step - self._step
                 now = max(now, self._at)
                 if self._step == self._first:
@@ -68,7 +78,7 @@ class StepTimer:
 
     def _look_again(self) -> None:
         if (reached := self._look()) is not None:
-            self.step(*reached[:3])
+            self.step(*reached[:3], reached.training)
 
     def saved(self, seconds: float) -> None:
         """A worker took this long to save."""
@@ -82,11 +92,19 @@ class StepTimer:
         with self._lock:
             return self._round, self._step
 
-    def of_round(self, round_number: int) -> tuple[int, int] | None:
-        """Optimizer steps done when a round's workers began to train, and total steps done; None if none has begun."""
+    @property
+    def position(self) -> tuple[int, int]:
+        """The number of the script's training, from 0, and the total optimizer steps done in it."""
         self._look_again()
         with self._lock:
-            return (self._first, self._step) if round_number == self._round else None
+            return self._training, self._step
+
+    def of_round(self, round_number: int) -> tuple[int, int] | None:
+        """Optimizer steps done when a round's workers began to train, and since then; None if none has begun."""
+        self._look_again()
+        with self._lock:
+            since = self._earlier + self._step - self._first
+            return (self._began, since) if round_number == self._round else None
 
     @property
     def trained(self) -> tuple[int, float]:
@@ -121,7 +139,7 @@ class StepTimer:
         self._look_again()
         with self._lock:
             done = self._step - self._first
-            # A script that trains beyond the total has begun a second training, of which nothing is known.
+            # A framework's script that trains beyond the total has begun a second training, of which nothing is known.
             if done < ENOUGH or self._step > self._total:
                 return None
             mine = list(self._steps)[-done:]

@@ -235,6 +235,7 @@ class LastSaved(Fact):
         why: why these are not saved, perhaps as an error says; empty if none are lost, or if it is not known.
         failed: whether saving has failed since: another run may have taken over the location, and removed it.
         continues: whether the same command would go on from there.
+        training: number of the script's training of which this is the state, from 0.
     """
 
     step: int | None
@@ -243,6 +244,7 @@ class LastSaved(Fact):
     why: str | NotSaved
     failed: bool
     continues: bool
+    training: int = 0
 
 
 class ClosedBy(Fact):

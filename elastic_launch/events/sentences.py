@@ -186,10 +186,11 @@ def last_saved(found: f.LastSaved | None) -> str:
         return ""
     lost = f"{counted(found.lost, 'step')}{'' if found.step is None else ' since then'} lost"
     lost += f": {why(found.why)}" if found.why else ""
+    which = f" of the script's training {found.training + 1}" if found.training else ""
     if found.step is None:
-        return f"nothing is saved, {lost}"
+        return f"nothing{which} is saved, {lost}"
     place = f" in {found.path}" if found.path else ""
-    saved = f"step {found.step} {'was the last to be' if found.failed else 'is'} saved{place}"
+    saved = f"step {found.step}{which} {'was the last to be' if found.failed else 'is'} saved{place}"
     again = "; run the same command to continue" if found.continues and not found.failed else ""
     return saved + (f"; {lost}" if found.lost else "") + again
 

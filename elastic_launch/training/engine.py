@@ -263,16 +263,19 @@ class Engine:
             rehearses: whether one that is started ahead would do a step before it takes its place.
             arguments: see :class:`elastic_launch.contract.Ready`.
         """
-        if self.rounds.begun:
+        training = self.saver.training
+        if self.rounds.begun and training == self.rounds.link.training:
             return
-        self.meet()
-        self._termination.watch()
-        self.rounds.begin(step, live=live)
+        if not self.rounds.begun:
+            self.meet()
+            self._termination.watch()
+            self.rounds.begin(step, live=live)
         ready = Ready(step, total, self._restore_seconds, self._uncompared, self.rounds.lives, rehearses=rehearses)
         base = None if self.checkpoint is None else self.checkpoint.branch.base
         if base is not None:
             ready = replace(ready, base=base[0], base_in=base[1])
-        self.rounds.link.say(replace(ready, arguments=arguments, checkpoints=self.checkpoint is not None))
+        ready = replace(ready, arguments=arguments, checkpoints=self.checkpoint is not None, training=training)
+        self.rounds.link.begin(ready)
         self._restore_seconds = 0.0
 
     def suspend(self, error: RuntimeError | None, *, spoiled: Sequence[str] = ()) -> None:

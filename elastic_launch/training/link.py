@@ -114,7 +114,7 @@ class AgentLink:
         self._copying_at = 0.0  # time of the agent's last progress message
         self._save_asked = False
         self._tells_steps = True
-        self._round = self._local_rank = self._step = 0
+        self._round = self._local_rank = self._step = self._training = 0
         self._watched = False
         self._forms = False  # whether the others of a round may be waiting for this process alone, as it joins them
         self._forming = 0  # how many contexts of this kind the process is in
@@ -244,6 +244,18 @@ class AgentLink:
             self._written()
         return place
 
+    @property
+    def training(self) -> int:
+        """Number of the script's training, from 0, that steps and checkpoints are reported of."""
+        return self._training
+
+    def begin(self, ready: c.Ready) -> None:
+        """Report that a training begins, or that this process begins or goes on with it in a round."""
+        self._training = ready.training
+        if self._progress is not None:
+            self._progress.training = ready.training
+        self.say(ready)
+
     def note(self, loss: float | None, batch: int, passes: int, lr: float | None = None) -> None:
         """Let the next report have these, see :class:`~elastic_launch.shared_progress.WorkerProgress`."""
         if self._progress is not None:
@@ -257,7 +269,7 @@ class AgentLink:
         if not self._tells_steps or (written and time.monotonic() < self._next_word):
             return
         self._next_word = time.monotonic() + SILENCE
-        self.say(c.StepDone(step))
+        self.say(c.StepDone(step, self._training))
 
     def watch(self, step: int | None, first: Activity = Activity.FIRST_STEP) -> None:
         """Have the agent notice from now on if no step follows those done; None: no further ones are expected.
@@ -417,7 +429,7 @@ class AgentLink:
 
     def saved(self, step: int, error: str = "") -> None:
         """Report that a checkpoint was written, or why it could not be."""
-        self.say(c.WorkerSaved(step, error[:LONGEST_ERROR]))
+        self.say(c.WorkerSaved(step, error[:LONGEST_ERROR], self._training))
 
     def drained(self, step: int, seconds: float) -> None:
         """Report that all ranks have stopped after a step, and how long the save took; the agent confirms it."""

@@ -404,7 +404,7 @@ class WorkerRounds:
         if self.lives:
             self.lives = False
             if self.begun:
-                self.link.say(Ready(self.step, live=False))
+                self.link.say(Ready(self.step, live=False, training=self.link.training))
 
     @property
     def is_over(self) -> bool:

@@ -164,6 +164,18 @@ def test_a_checkpoint_answers_a_request_if_it_has_all_steps_that_were_done_then(
     assert heard == [NodeSaved(1, 7, "", False), NodeSaved(1, 8, "full", True), NodeSaved(1, 9, "", False)]
 
 
+def test_a_checkpoint_of_a_further_training_answers_a_request_that_came_in_it(control: Control, said: Said) -> None:
+    """The agent learns of the training once; its policy knows that the worker trains."""
+    with worker(control, said, 0) as sock:
+        sock.sendall(c.pack(c.StepDone(8)) + c.pack(c.Ready(0, training=1)) + c.pack(c.StepDone(3, training=1)))
+        wait_for("the step", lambda: control.step_timer.position == (1, 3))
+        control.ask_save(1)
+        sock.sendall(c.pack(c.WorkerSaved(8, "")) + c.pack(c.WorkerSaved(4, "", training=1)))
+        assert said.get(timeout=WAIT) == FirstStepDone()
+        heard = [said.get(timeout=WAIT) for _ in range(2)]
+    assert heard == [NodeSaved(1, 8, "", False), NodeSaved(1, 4, "", True, training=1)]
+
+
 def test_a_script_that_saves_by_itself_is_not_asked_to_save(control: Control, said: Said) -> None:
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as sock:
         sock.settimeout(5)
@@ -441,7 +453,7 @@ def test_impossible_progress_is_none(step: int, at: float) -> None:
 
     def forge(step: int, at: float) -> None:
         counts = [0] * (len(STEP_BOUNDS) + 1)
-        fields = shared_progress._FIELDS.pack(1, step, at, 0, 0.0, 1, b"", 0.0, 0, 0, 0.0, 0.0, *counts)
+        fields = shared_progress._FIELDS.pack(1, step, at, 0, 0.0, 1, b"", 0.0, 0, 0, 0.0, 0.0, *counts, 0)
         os.pwrite(progress.descriptor, shared_progress._RECORD.pack(fields, zlib.crc32(fields)), 0)
 
     with contextlib.closing(SharedProgress.make("test")) as progress:

@@ -22,15 +22,15 @@ def durable() -> DurableState:
 
 
 def where(durable: DurableState, **how: Any) -> str:
-    """What is said of it on the node of the first worker, after eight steps of the second round."""
-    return last_saved(durable.where((2, 8), **how))
+    """What is said of it on the node of the first worker, after eight steps."""
+    return last_saved(durable.where((0, 8), **how))
 
 
 def test_a_checkpoint_that_a_worker_of_an_earlier_round_wrote_is_not_forgotten(durable: DurableState) -> None:
     durable.begin()
     durable.reported(6, "")
     durable.begin()
-    assert not durable.has(6), "not in this round"
+    assert not durable.has(0, 6), "not in this round"
     assert where(durable, others=False) == "step 6 is saved; 2 steps since then lost"
 
 
@@ -61,7 +61,7 @@ def test_a_script_that_saves_checkpoints_but_no_snapshots_is_not_said_to_save_no
 def test_the_checkpoint_that_the_run_resumed_from_counts_and_what_came_since_is_lost(
     durable: DurableState,
 ) -> None:
-    durable.base = 5, "saved/step-5"
+    durable.base = 0, 5, "saved/step-5"
     why = "the script saves no checkpoints"
     assert where(durable, others=False) == f"step 5 is saved in saved/step-5; 3 steps since then lost: {why}"
     durable.reported(8, "no room")
@@ -74,9 +74,29 @@ def test_the_checkpoint_that_the_run_resumed_from_counts_and_what_came_since_is_
 def test_a_checkpoint_of_a_node_that_is_gone_counts_as_far_as_the_leader_has_told_of_it(
     durable: DurableState,
 ) -> None:
-    durable.base = 2, "saved/step-2"
+    durable.base = 0, 2, "saved/step-2"
     why = "the script saves no checkpoints"
-    assert where(durable, others=False, told=6) == f"step 6 is saved; 2 steps since then lost: {why}"
+    assert where(durable, others=False, told=(0, 6)) == f"step 6 is saved; 2 steps since then lost: {why}"
+
+
+def test_states_of_an_earlier_training_of_the_script_do_not_count(durable: DurableState) -> None:
+    durable.base = 0, 5, "first/step-5"
+    durable.copied(Copied(10, 1, path="first/step-10"))
+    assert not durable.has(1, 10)
+    lost = "3 steps lost: the script saves no checkpoints"
+    found = durable.where((1, 3), others=False, told=(0, 10))
+    assert last_saved(found) == f"nothing of the script's training 2 is saved, {lost}"
+    assert durable.where((1, 3), others=True) is None, "another node may have saved"
+    durable.reported(2, "", 1)
+    assert durable.has(1, 2)
+    found = durable.where((1, 3), others=False, told=(0, 10))
+    assert last_saved(found) == "step 2 of the script's training 2 is saved; 1 step since then lost"
+
+
+def test_a_round_that_has_not_come_to_the_training_that_was_saved_loses_nothing(durable: DurableState) -> None:
+    durable.reported(2, "", 1)
+    durable.begin()
+    assert last_saved(durable.where((0, 10), others=False)) == "step 2 of the script's training 2 is saved"
 
 
 @pytest.mark.parametrize(("lost", "told"), [(3, False), (0, True)])

@@ -368,7 +368,7 @@ def test_a_checkpoint_is_saved_even_if_the_copying_process_is_killed_while_it_re
     error = "The process that copies it ended with -9."
     assert node.told == [Copied(1, 1, path="/there/step-1", error=error)], "reported, and not tried again"
     assert node.snapshot_store.failed == ""
-    assert node.snapshot_store.has_saved(1)
+    assert node.snapshot_store.has_saved(0, 1)
 
 
 def test_a_copying_process_imports_nothing_from_the_scripts_directory(
@@ -525,7 +525,7 @@ def test_a_newer_checkpoint_of_a_run_that_took_the_directory_since_does_not_coun
     (told,) = node.told
     assert (told.step, told.path) == (2, "")
     assert "was taken since by run 'another'" in told.error
-    assert not node.snapshot_store.has_saved(2)
+    assert not node.snapshot_store.has_saved(0, 2)
 
 
 def test_a_later_process_of_a_run_does_not_take_the_directory_back_from_another_run(node: Node) -> None:

@@ -42,6 +42,20 @@ def test_the_rest_is_unknown_without_a_total_and_beyond_it() -> None:
     assert trained(10, total=10).remaining() == 0.0
 
 
+def test_a_further_training_of_a_round_counts_from_its_own_beginning() -> None:
+    timer = trained(10, total=10)
+    timer.begin(1, 0, 200.0, 50, training=1)
+    timer.begin(1, 0, 201.0, 50, training=1)
+    timer.step(1, 10, 202.0)  # a late report of the first one
+    assert (timer.position, timer.of_round(1), timer.remaining()) == ((1, 0), (0, 10), None)
+    for step in (1, 2, 3):
+        timer.step(1, step, 200.0 + 4.0 * step, training=1)
+    assert (timer.reached, timer.position, timer.of_round(1)) == ((1, 3), (1, 3), (0, 13))
+    assert (timer.total, timer.trained[0], timer.remaining()) == (50, 13, pytest.approx(4.0 * 47))
+    timer.begin(2, 10, 500.0, 10)
+    assert (timer.position, timer.of_round(2)) == ((0, 10), (10, 0))
+
+
 def test_a_first_step_that_is_longer_than_the_others_is_known_after_the_second() -> None:
     assert trained(1, total=50).first_longer(1) is None
     assert trained(2, total=50).first_longer(1) == pytest.approx(7.0)

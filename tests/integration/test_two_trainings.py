@@ -50,3 +50,19 @@ def test_the_restored_end_of_a_training_is_enough(undisturbed: list[str], tmp_pa
     for saved in (tmp_path / "second").glob("step-*"):
         saved.rename(tmp_path / saved.name)
     assert weights_in(run_script(SCRIPT, str(tmp_path))) == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("every", "said"),
+    [
+        (100, "nothing of the script's training 2 is saved, 3 steps lost: no checkpoint was complete"),
+        (2, "step 2 of the script's training 2 is saved in {}/second/step-2.*; 1 step since then lost"),
+    ],
+)
+def test_what_is_lost_of_the_second_training_is_not_hidden_by_the_longer_first_one(
+    job: Job, every: int, said: str
+) -> None:
+    command = [str(SCRIPTS / "shorter.py"), str(job.work), str(every)]
+    agent = job.launch("--standalone", "--nproc", "2", "--max-restarts", "0", command=command)
+    assert agent.wait(100) == 1, agent.output
+    assert re.search(rf" {said.format(job.work)}$", agent.output, re.MULTILINE), agent.output

@@ -199,6 +199,18 @@ def test_a_status_shows_what_was_saved_and_how_long_ago() -> None:
     assert status.step == 22
 
 
+def test_a_status_shows_the_steps_of_the_training_that_is_under_way() -> None:
+    run = asked("1:2", "ab")
+    run.report("a", m.ProgressBeat(1, 40))
+    run.report("a", m.NodeSaved(1, 40))
+    run.report("a", m.ProgressBeat(1, 3, step_s=0.5, training=1))
+    run.report("b", m.ProgressBeat(1, 40))
+    assert (run.status().step, run.status().step_s) == (3, 0.5)
+    assert run.status().checkpoint == a.LastSave(40, 0.0)
+    run.report("a", m.NodeSaved(1, 2, training=1))
+    assert run.status().checkpoint == a.LastSave(2, 0.0, training=1)
+
+
 def test_a_later_round_may_resume_from_an_earlier_step() -> None:
     run = asked("1:2", "ab")
     run.report("a", m.ProgressBeat(1, 40))

@@ -221,11 +221,14 @@ class SnapshotStore:
                 self._job = replace(target, last=True)
                 self._changed.notify_all()
 
-    def has_saved(self, step: int) -> bool:
-        """Whether the newest snapshot is of that step, and in durable storage."""
+    def has_saved(self, training: int, step: int) -> bool:
+        """Whether the newest snapshot is of that step of a training, and in durable storage."""
         with self._changed:
             newest = self._book.newest
-            return newest is not None and newest.step == step and newest.sequence == self._copied
+            if newest is None or newest.step != step or newest.sequence != self._copied:
+                return False
+            header = self._slots[newest.slot].header()
+            return header is not None and header.training == training
 
     @property
     def saves(self) -> bool:
@@ -444,7 +447,9 @@ class SnapshotStore:
         # Leftovers of an earlier run, on a node that this run has just come to. URLs have no such place.
         take = job.directory not in self._took and not url
         job = replace(job, sequence=held.sequence, step=held.step, round=held.round, take=take)
-        nothing = Copied(held.step, held.round, directory=job.directory)
+        header = slot.header()
+        training = 0 if header is None else header.training
+        nothing = Copied(held.step, held.round, directory=job.directory, training=training)
         with self._changed:
             if self._closing:
                 return replace(nothing, error="the agent ends")
@@ -455,7 +460,7 @@ class SnapshotStore:
             if time.monotonic() < self._failing_until:
                 copier.fail()
         try:
-            return copier.hear_out(self._permit, self._progress)
+            return replace(copier.hear_out(self._permit, self._progress), training=training)
         finally:
             with self._changed:
                 self._copier = None

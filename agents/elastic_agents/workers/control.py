@@ -72,6 +72,7 @@ class _Peer:
     Attributes:
         hello: its first message, with the round and rank of its present place.
         begun: whether it trains.
+        training: the number of the script's training that it was in last.
         waits: whether it waits for a place, suspended or started ahead of one.
         deaf: whether it does not receive what is sent to it; then nothing more is.
     """
@@ -81,6 +82,7 @@ class _Peer:
     lines: LineReader = field(default_factory=lambda: LineReader(c.MAX_LINE))
     hello: c.WorkerHello | None = None
     begun: bool = False
+    training: int = 0
     waits: bool = False
     deaf: bool = False
 
@@ -139,7 +141,7 @@ class Control:
         self._selector.register(self._waker, selectors.EVENT_READ)
         self._lock = threading.Lock()
         self._trained = False  # whether a worker has said that it has done a step
-        self._save_asked: int | None = None  # steps that were done when a checkpoint was asked for
+        self._save_asked: tuple[int, int] | None = None  # the training and its steps when a checkpoint was asked for
         self._peers: dict[socket.socket, _Peer] = {}
         # By pid and start, also of processes that have closed their connection.
         self._places: dict[tuple[int, str], c.WorkerHello] = {}
@@ -232,15 +234,15 @@ class Control:
                 if peer.hello is None or (peer.hello.round, peer.hello.rank) != (round_number, 0):
                     continue
                 if peer.hello.saves:
-                    self._save_asked = self.step_timer.done
+                    self._save_asked = self.step_timer.position
                     self._send(peer, c.Save())
                 else:
                     self._say(NodeSaved(round_number, self.step_timer.done, why(NotSaved("itself")), asked=True))
 
-    def answers(self, step: int) -> bool:
-        """Whether a checkpoint of this many steps includes all that were done when one was requested."""
+    def answers(self, position: tuple[int, int]) -> bool:
+        """Whether a checkpoint of a training after a step has all that was done when one was requested."""
         with self._lock:
-            answers = self._save_asked is not None and step >= self._save_asked
+            answers = self._save_asked is not None and position >= self._save_asked
             if answers:
                 self._save_asked = None
         return answers
@@ -262,7 +264,7 @@ class Control:
     def _reached(self) -> WorkerProgress | None:
         """The report of the worker that has come furthest, and was the first to; None if there is none."""
         reports = [report for local_rank in range(self._workers) if (report := self._progress.read(local_rank))]
-        return max(reports, key=lambda report: (report.round, report.step, -report.at), default=None)
+        return max(reports, key=lambda report: (*report.position, -report.at), default=None)
 
     def close(self) -> None:
         self._waker.wake()
@@ -396,23 +398,27 @@ class Control:
             self._say(v.Reported(0, local_rank, message))
             return
         match message:
-            case c.Ready(step=step, live=live):
+            case c.Ready(step=step, live=live, training=training):
+                further = peer.begun and training > peer.training
+                peer.training = training
                 if not peer.begun:
                     peer.begun = True
                     self._look()
                     self._step_events.begin(peer.hello, message)
                 self.durable.checkpoints = self.durable.checkpoints or message.checkpoints
                 if message.base_in:
-                    self.durable.base = message.base, message.base_in
-                self.step_timer.begin(number, step, self.clock.now(), message.total)
+                    self.durable.base = training, message.base, message.base_in
+                self.step_timer.begin(number, step, self.clock.now(), message.total, training)
+                if further:
+                    return  # the agent knows that it trains
                 self.arguments = message.arguments
                 message = replace(message, live=live and self._patience_s > 0)
-            case c.StepDone(step=step):
+            case c.StepDone(step=step, training=training):
                 # The time of the step itself, if known: this thread may learn of it later, together with further steps.
                 reached = self._reached()
-                if reached is None or reached.round != number or reached.step < step:
-                    reached = WorkerProgress(number, step, self.clock.now())
-                self.step_timer.step(*reached[:3])
+                if reached is None or reached.round != number or reached.position < (number, training, step):
+                    reached = WorkerProgress(number, step, self.clock.now(), training=training)
+                self.step_timer.step(*reached[:3], reached.training)
                 self._step_events.step(number, step, reached.at)
                 if not self._trained:
                     self._trained = True
@@ -425,8 +431,8 @@ class Control:
                 self._snapshot_store.agreed()
             case c.NoSnapshots(cause=cause):
                 self._events.emit(SnapshotsLeftOut(number, cause))
-            case c.WorkerSaved(step=step, error=error):
-                self._say(NodeSaved(number, step, error, self.answers(step)))
+            case c.WorkerSaved(step=step, error=error, training=training):
+                self._say(NodeSaved(number, step, error, self.answers((training, step)), training))
             case c.Drained(seconds=seconds):
                 self.step_timer.saved(seconds)
             case c.Suspended():

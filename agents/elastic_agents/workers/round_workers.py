@@ -346,7 +346,7 @@ class RoundWorkers:
             worker.pid,
             ran=failed - worker.started,
             log=worker.logs.directory if self._pump.kept.useful else None,
-            trained=None if steps is None else steps[1] - steps[0],
+            trained=None if steps is None else steps[1],
         )
         return replace(found, alike=worker.alike, restoring=worker.restoring, corrupt=worker.corrupt)
 

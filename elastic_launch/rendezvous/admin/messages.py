@@ -115,10 +115,15 @@ class NodeStatus:
 
 @dataclass(frozen=True, slots=True)
 class LastSave:
-    """The newest state that was reported as saved: its optimizer steps, and the seconds since the report."""
+    """The newest state that was reported as saved: its optimizer steps, and the seconds since the report.
+
+    Attributes:
+        training: number of the script's training, from 0.
+    """
 
     step: int
     ago: float
+    training: int = 0
 
 
 @dataclass(frozen=True, slots=True)

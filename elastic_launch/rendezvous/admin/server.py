@@ -68,11 +68,12 @@ class _Heard:
     """The nodes' reports about the training, with the leader's time."""
 
     round: int = 0
+    training: int = 0  # number of the script's training in the round, from 0
     step: int | None = None
-    stepped: float | None = None  # when the round's first number of steps came, or one that was higher
+    stepped: float | None = None  # when the training's first number of steps in the round came, or a higher one
     progress: m.ProgressBeat | None = None  # the last report of the node that is ahead
-    checkpoint: tuple[int, float] | None = None
-    snapshot: tuple[int, float] | None = None
+    checkpoint: tuple[int, float, int] | None = None  # its step, when it was reported, and its training
+    snapshot: tuple[int, float, int] | None = None
     steps: dict[str, int] = field(default_factory=dict)  # in this round, by node
 
 
@@ -150,20 +151,20 @@ class AdminRequests:
             return
         match report:
             case m.ProgressBeat(round=round_number, step=step, snapshot=snapshot) if round_number == number:
-                self._reached(number, step, now)
+                self._reached(number, report.training, step, now)
                 self._heard.steps[node.hello.node_id] = step
-                if step == self._heard.step:
+                if (report.training, step) == (self._heard.training, self._heard.step):
                     self._heard.progress = report
                 if snapshot is not None and (self._heard.snapshot is None or snapshot > self._heard.snapshot[0]):
-                    self._heard.snapshot = snapshot, now
+                    self._heard.snapshot = snapshot, now, report.training
             case m.Stopped(round=round_number, drained=step) if round_number == number and step is not None:
-                self._reached(number, step, now)
+                self._reached(number, report.training, step, now)
                 for _, waiting in self._pending():
                     waiting.step = max(step, waiting.step or 0)
                     waiting.saved |= report.saved
                     waiting.unsaved = waiting.unsaved or report.unsaved
                 if report.saved:
-                    self._heard.checkpoint = step, now
+                    self._heard.checkpoint = step, now, report.training
             case m.StacksTaken(text=text):
                 name, term = node.hello.node_id, self._machine.record.term
                 for caller, asked in self._pending():
@@ -173,8 +174,8 @@ class AdminRequests:
                         self._told_stacks(caller, asked, now)
             case m.NodeSaved(round=round_number, step=step) if round_number == number:
                 if not report.error:
-                    self._reached(number, step, now)  # this report may arrive before that of the step
-                    self._heard.checkpoint = step, now
+                    self._reached(number, report.training, step, now)  # this may arrive before the report of the step
+                    self._heard.checkpoint = step, now, report.training
                 if report.asked:
                     self._wrote(report)
 
@@ -383,12 +384,13 @@ class AdminRequests:
     def _pending(self) -> list[tuple[int, _Waiting]]:
         return [(link, waiting) for link, waiting in self._callers.items() if waiting is not None]
 
-    def _reached(self, number: int, step: int, now: float) -> None:
+    def _reached(self, number: int, training: int, step: int, now: float) -> None:
         heard = self._heard
         # A later round may continue from an earlier step; within a round, nodes report at different times.
-        if number > heard.round:
-            heard.round, heard.step, heard.stepped, heard.snapshot, heard.steps = number, step, now, None, {}
-        if step > (heard.step or 0):
+        if (number, training) > (heard.round, heard.training):
+            heard.round, heard.training, heard.step, heard.stepped = number, training, step, now
+            heard.snapshot, heard.steps = None, {}
+        if (number, training) == (heard.round, heard.training) and step > (heard.step or 0):
             heard.step, heard.stepped = step, now
 
     def _node(self, node: Node, ranks: Mapping[str, tuple[int, int]], now: float) -> a.NodeStatus:
@@ -432,8 +434,8 @@ def _doing(node: Node, step: int | None) -> str:
     return "run" if node.joined else "start"
 
 
-def _last(save: tuple[int, float] | None, now: float) -> a.LastSave | None:
-    return None if save is None else a.LastSave(save[0], round(now - save[1], 3))
+def _last(save: tuple[int, float, int] | None, now: float) -> a.LastSave | None:
+    return None if save is None else a.LastSave(save[0], round(now - save[1], 3), save[2])
 
 
 def _before(waiting: _Waiting) -> str:

@@ -81,8 +81,8 @@ class Membership:
         outlook: what the leader last said happens next; empty until it has.
         parked: whether it said that too few nodes are there for a round.
         max_restarts: the budget, with restarts given back so far, as the leader last said; None until it has.
-        checkpoint: steps in the newest checkpoint on storage that a leader has told of, and when it was reported, by
-            the node's clock; None until then.
+        checkpoint: training and step of the newest checkpoint on storage that a leader has told of, and when it was
+            reported, by the node's clock; None until then.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Membership:
         self.round = 0
         self.outlook, self.parked = "", False
         self.max_restarts: int | None = None
-        self.checkpoint: tuple[int, float] | None = None
+        self.checkpoint: tuple[int, int, float] | None = None
         timing = config.timing
         self._detector = FailureDetector(timing.dead_after, timing.beat_among(config.limits.max_nodes))
         # A silent link is kept until the next one is accepted: a leader that thaws would read its end as this node's.
@@ -490,7 +490,7 @@ class Membership:
                 self.round, self.max_restarts = order.round, order.max_restarts
                 self.outlook, self.parked = order.outlook, order.parked
                 if saved is not None:
-                    self.checkpoint = saved.step, self._clock.now() - saved.ago
+                    self.checkpoint = saved.training, saved.step, self._clock.now() - saved.ago
             case asking.AdminAnswer() | asking.Status() | asking.NodeStacks():
                 return  # to a caller
             case m.Welcome(leader=leader):

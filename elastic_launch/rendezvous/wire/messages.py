@@ -158,6 +158,7 @@ class ProgressBeat:
     remaining: float | None = None
     loss: float | None = None
     load: HostLoad | None = None
+    training: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,12 +169,14 @@ class NodeSaved:
         step: optimizer steps in it.
         error: why it was not written; empty if it was.
         asked: whether it is at least as new as the last :class:`SaveNow`.
+        training: number of the script's training, from 0.
     """
 
     round: int
     step: int
     error: str = ""
     asked: bool = False
+    training: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +305,7 @@ class Stopped:
             out, such as a killed worker whose replacement is starting ahead.
         trained: whether the node has completed a step in this run, in this round or an earlier one. If its script
             reports no steps, whether it has been in a round for longer than a start takes.
+        training: number of the script's training, from 0, that was drained.
     """
 
     round: int
@@ -313,6 +317,7 @@ class Stopped:
     importing: bool = False
     slots: LocalRanks = ()
     trained: bool = False
+    training: int = 0
 
 
 @dataclass(frozen=True, slots=True)

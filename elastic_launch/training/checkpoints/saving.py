@@ -136,6 +136,11 @@ class Saver:
         self.agreed: int | None = None  # the last step in which all ranks agreed; None: steps are not verified
         self._suspect = False  # whether later states were dropped, and what storage has of them is not to be restored
 
+    @property
+    def training(self) -> int:
+        """Number of the script's training that was restored last, from 0."""
+        return max(0, self._training)
+
     def listen(self, function: Callable[[snapshot.WriteOutcome], None]) -> None:
         """Call a function with the outcome of each checkpoint that was written or failed."""
         self._listeners.append(function)
