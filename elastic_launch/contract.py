@@ -477,11 +477,14 @@ class WorkerSaved(FromWorker):
 
     Attributes:
         training: as in :class:`Ready`.
+        withdrew: instead, it has removed checkpoints that may be wrong; ``step`` is that of the newest which is left,
+            0 if there is none.
     """
 
     step: Count
     error: Text
     training: Count = 0
+    withdrew: bool = False
 
 
 class SnapshotSlots(FromAgent):

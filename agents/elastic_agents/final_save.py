@@ -121,10 +121,14 @@ class FinalSave:
         return told
 
     def reported(self, saved: m.NodeSaved) -> None:
-        """A worker has written a checkpoint itself, or could not, or the script saves its state itself."""
+        """A worker has written or removed checkpoints itself, or could not, or the script saves its state itself."""
         if saved.round == self._state.view.round:
-            self._durable.reported(saved.step, saved.error, saved.training)
-            if not saved.error:
+            if saved.withdrew:
+                self._durable.withdrew(saved.step, saved.training)
+                self._membership.checkpoint = None  # the leader tells of the one that is left
+            else:
+                self._durable.reported(saved.step, saved.error, saved.training)
+            if not saved.error and not saved.withdrew:
                 self._events.emit(ev.CheckpointSaved(saved.round, saved.step, ""))
         self._membership.report(saved)
 

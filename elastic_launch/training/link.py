@@ -431,6 +431,10 @@ class AgentLink:
         """Report that a checkpoint was written, or why it could not be."""
         self.say(c.WorkerSaved(step, error[:LONGEST_ERROR], self._training))
 
+    def withdrew(self, left: int) -> None:
+        """Report that checkpoints were removed, since they may be wrong; ``left``: step of the newest that is left."""
+        self.say(c.WorkerSaved(left, "", self._training, withdrew=True))
+
     def drained(self, step: int, seconds: float) -> None:
         """Report that all ranks have stopped after a step, and how long the save took; the agent confirms it."""
         self.say_noted(c.Drained(step, seconds))

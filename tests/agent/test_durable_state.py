@@ -99,6 +99,17 @@ def test_a_round_that_has_not_come_to_the_training_that_was_saved_loses_nothing(
     assert last_saved(durable.where((0, 10), others=False)) == "step 2 of the script's training 2 is saved"
 
 
+def test_checkpoints_that_were_removed_since_they_may_be_wrong_do_not_count(durable: DurableState) -> None:
+    durable.base = 0, 5, "saved/step-5"
+    durable.copied(Copied(7, 1, path="saved/step-7"))
+    durable.withdrew(5)
+    assert not durable.has(0, 7)
+    assert where(durable, others=False) == "step 5 is saved in saved/step-5; 3 steps since then lost"
+    durable.withdrew(0)
+    why = "the script saves no checkpoints"
+    assert where(durable, others=False) == f"nothing is saved, 8 steps lost: {why}"
+
+
 @pytest.mark.parametrize(("lost", "told"), [(3, False), (0, True)])
 def test_why_a_copy_failed_is_told_once(lost: int, told: bool, caplog: pytest.LogCaptureFixture) -> None:
     where = LastSaved(5, "saved", lost, "no room" if lost else "", True, False)

@@ -65,6 +65,17 @@ def test_checkpoints_since_the_last_agreement_are_removed(job: Job, undisturbed:
     assert result["hash"] == undisturbed
 
 
+def test_a_run_that_ends_does_not_name_a_checkpoint_that_was_removed(job: Job) -> None:
+    saved = job.directory / "saved"
+    options = ("--verify", "20%", "--no-compare", "--checkpoint", str(saved), "--every", "4")
+    changes = Changes(job, *options, step_time=0.3)
+    agent = changes.alone("--nproc", "3", "--max-restarts", "0", plan=flip(1, 18, every=True))
+    assert agent.wait(200) != 0, agent.output
+    assert "since they may be wrong: the checkpoints of steps" in agent.output
+    found = max(int(path.name.split(".")[0].removeprefix("step-")) for path in saved.glob("step-*"))
+    assert re.search(rf" step {found} is saved; \d+ steps since then lost$", agent.output, re.MULTILINE), agent.output
+
+
 def test_the_update_of_the_last_verified_step_is_undone(job: Job, undisturbed: str) -> None:
     """The rank that computes it wrong writes the newest snapshot."""
     _, result = trained(job, 3, flip(0, 15, "sums"), "20%", "--due-until", "5", "--due-at", "15")

@@ -211,6 +211,17 @@ def test_a_status_shows_the_steps_of_the_training_that_is_under_way() -> None:
     assert run.status().checkpoint == a.LastSave(2, 0.0, training=1)
 
 
+def test_a_status_shows_no_checkpoint_that_was_removed_since_it_may_be_wrong() -> None:
+    run = asked("1:2", "ab")
+    for step in (10, 20):
+        run.report("a", m.NodeSaved(1, step))
+    run.report("a", m.NodeSaved(1, 10, withdrew=True))
+    assert run.status().checkpoint == a.LastSave(10, 0.0)
+    run.report("a", m.NodeSaved(1, 0, withdrew=True))
+    assert run.status().checkpoint is None
+    assert run.status().step == 20
+
+
 def test_a_later_round_may_resume_from_an_earlier_step() -> None:
     run = asked("1:2", "ab")
     run.report("a", m.ProgressBeat(1, 40))

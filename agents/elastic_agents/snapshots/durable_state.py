@@ -44,6 +44,13 @@ class DurableState:
         if not error:
             self._kept, self._saved = Copied(step, 0, training=training), (training, step)
 
+    def withdrew(self, left: int, training: int = 0) -> None:
+        """A worker has removed checkpoints that may be wrong; ``left``: step of the newest that is left, or 0."""
+        self._saved = None
+        self._kept = Copied(left, 0, training=training) if left else None
+        if self.base is not None and self.base[:2] > (training, left):
+            self.base = None
+
     def has(self, training: int, step: int) -> bool:
         """Whether the state of a training after a step of the current round is in durable storage."""
         return self._saved == (training, step) or self._snapshot_store.has_saved(training, step)

@@ -431,8 +431,9 @@ class Control:
                 self._snapshot_store.agreed()
             case c.NoSnapshots(cause=cause):
                 self._events.emit(SnapshotsLeftOut(number, cause))
-            case c.WorkerSaved(step=step, error=error, training=training):
-                self._say(NodeSaved(number, step, error, self.answers((training, step)), training))
+            case c.WorkerSaved(step=step, error=error, training=training, withdrew=withdrew):
+                asked = not withdrew and self.answers((training, step))
+                self._say(NodeSaved(number, step, error, asked, training, withdrew))
             case c.Drained(seconds=seconds):
                 self.step_timer.saved(seconds)
             case c.Suspended():

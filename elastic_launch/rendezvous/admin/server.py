@@ -174,7 +174,8 @@ class AdminRequests:
                         self._told_stacks(caller, asked, now)
             case m.NodeSaved(round=round_number, step=step) if round_number == number:
                 if not report.error:
-                    self._reached(number, report.training, step, now)  # this may arrive before the report of the step
+                    if not report.withdrew:
+                        self._reached(number, report.training, step, now)  # the report of the step may arrive later
                     self._heard.checkpoint = step, now, report.training
                 if report.asked:
                     self._wrote(report)
@@ -185,7 +186,7 @@ class AdminRequests:
         return self._flush()
 
     def checkpoint(self, now: float) -> a.LastSave | None:
-        """Return the newest checkpoint on storage; None until one was reported."""
+        """Return the newest checkpoint on storage, of step 0 if those that were reported are gone; None before."""
         return _last(self._heard.checkpoint, now)
 
     def status(self, now: float) -> a.Status:
@@ -194,6 +195,7 @@ class AdminRequests:
         found = self._heard.progress if machine.running else None
         progress = found if found is not None and found.round == record.round.number else m.ProgressBeat(0, 0)
         trains = machine.running and self._heard.round == record.round.number
+        saved = self.checkpoint(now)
         stepped = round(now - self._heard.stepped, 3) if trains and self._heard.stepped is not None else None
         ends = [*accumulate(member.workers for member in record.round.members)]
         ranks = {x.node_id: (end - x.workers, end - 1) for x, end in zip(record.round.members, ends, strict=True)}
@@ -215,7 +217,7 @@ class AdminRequests:
             remaining=progress.remaining,
             loss=progress.loss,
             snapshot=_last(self._heard.snapshot, now),
-            checkpoint=self.checkpoint(now),
+            checkpoint=saved if saved is not None and saved.step else None,
             incidents=tuple(a.Decision(text, round(now - at, 3)) for at, text in self._incidents),
             time=self._wall(),
             unconfirmed=round(unsure, 1) if unsure >= machine.timing.dead_after else None,

@@ -490,7 +490,8 @@ class Membership:
                 self.round, self.max_restarts = order.round, order.max_restarts
                 self.outlook, self.parked = order.outlook, order.parked
                 if saved is not None:
-                    self.checkpoint = saved.training, saved.step, self._clock.now() - saved.ago
+                    at = self._clock.now() - saved.ago
+                    self.checkpoint = (saved.training, saved.step, at) if saved.step else None
             case asking.AdminAnswer() | asking.Status() | asking.NodeStacks():
                 return  # to a caller
             case m.Welcome(leader=leader):

@@ -170,6 +170,8 @@ class NodeSaved:
         error: why it was not written; empty if it was.
         asked: whether it is at least as new as the last :class:`SaveNow`.
         training: number of the script's training, from 0.
+        withdrew: instead, checkpoints that may be wrong were removed, and this is the newest which is left; step 0 if
+            there is none.
     """
 
     round: int
@@ -177,6 +179,7 @@ class NodeSaved:
     error: str = ""
     asked: bool = False
     training: int = 0
+    withdrew: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -460,7 +463,7 @@ class Pulse:
         max_nodes: see :class:`Welcome`.
         max_restarts: restarts that may be charged in all, with those given back so far; None if not told.
         outlook: what happens next, as text for users.
-        checkpoint: the newest on storage; None until one was reported to this leader.
+        checkpoint: the newest on storage, of step 0 if those that were reported to this leader are gone; None before.
         parked: whether no round can form, since too few nodes are there.
     """
 

@@ -461,20 +461,32 @@ class CheckpointManager:
             what = "No checkpoint of this run could be saved"
         return snapshot.CheckpointError(f"{what} in {self.directory}: {self._error.message}", self._error.hint)
 
-    def withdraw_after(self, step: int) -> None:
-        """Remove what this run has saved of later steps, which may be wrong; on ranks that do not write, do nothing."""
+    def withdraw_after(self, step: int) -> int | None:
+        """Remove what this run has saved of later steps, which may be wrong; on ranks that do not write, do nothing.
+
+        Returns:
+            If anything was removed, the step of the newest checkpoint that is left, 0 if there is none; else None.
+        """
         if not self.writes:
-            return
+            return None
         mine = {"branch": self.branch.meta(run_id())}
+
+        def withdraw() -> tuple[list[snapshot.CheckpointInfo], list[snapshot.CheckpointInfo]]:
+            return snapshot.withdraw(self.directory, step, mine), snapshot.find(self.directory)
+
         try:
-            gone = within(LOOK_TIMEOUT, "to remove them", lambda: snapshot.withdraw(self.directory, step, mine))
+            gone, left = within(LOOK_TIMEOUT, "to remove them", withdraw)
         except (snapshot.CheckpointError, TimeoutError) as error:
             where = f"after step {step} in {self.directory}"
             _log.error("checkpoints %s may be wrong, and could not be removed: %s", where, error)
-            return
-        if gone:
-            steps = ", ".join(str(info.step) for info in reversed(gone))
-            _log.warning("removed from %s, since they may be wrong: the checkpoints of steps %s", self.directory, steps)
+            return None
+        if not gone:
+            return None
+        steps = ", ".join(str(info.step) for info in reversed(gone))
+        _log.warning("removed from %s, since they may be wrong: the checkpoints of steps %s", self.directory, steps)
+        if self._saved is not None and self._saved > step:
+            self._saved = None
+        return left[0].step if left else 0
 
     def _saved_before(self) -> tuple[int | None, bool]:
         """Return the step of the newest checkpoint that this run has saved, if any, and whether that is known.

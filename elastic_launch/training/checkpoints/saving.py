@@ -678,7 +678,9 @@ class Saver:
         self.settle()
         self._memory.drop_after(step, self._training)
         if self._checkpoint is not None:
-            self._checkpoint.withdraw_after(step)
+            left = self._checkpoint.withdraw_after(step)
+            if left is not None:
+                self._link.withdrew(left)
         self._suspect = True
 
     def settle(self) -> None:
