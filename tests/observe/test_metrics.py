@@ -205,19 +205,15 @@ def test_without_the_package_the_flag_and_the_remedy_are_named(monkeypatch: pyte
 
 
 def test_the_page_shows_every_metric_and_every_field_of_a_status() -> None:
-    cells = [
-        [cell.strip() for cell in line.strip("|").split(" | ")]
-        for line in PAGE.read_text().splitlines()
-        if line.startswith("| `elastic_launch_")
-    ]
-    expected = [
-        [f"`{name}`", kind.type, ", ".join(f"`{label}`" for label in kind.labels), kind.help]
-        for name, kind in METRICS.items()
-    ]
-    assert sorted(cells) == sorted(expected)
+    shown = re.findall(r"^\| `(elastic_launch_\w+)(?:\{([\w,]+)\})?` \| (.+) \|$", PAGE.read_text(), re.MULTILINE)
+    expected = [(name, ",".join(kind.labels), kind.help) for name, kind in METRICS.items()]
+    assert sorted(shown) == sorted(expected)
+    by_name = {name: "counter" if name.endswith("_total") else "gauge" for name in METRICS}
+    by_name["elastic_launch_step_seconds"] = "histogram"
+    assert {name: kind.type for name, kind in METRICS.items()} == by_name
     status = PAGE.read_text().split("## The status")[1].split("\n## ")[0]
-    shown = [name for row in re.findall(r"^\| (`.*?) \|", status, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)]
-    assert shown == [item.name for item in fields(Present)]
+    rows = [name for row in re.findall(r"^\| (`.*?) \|", status, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)]
+    assert rows == [item.name for item in fields(Present)]
 
 
 def expressions() -> list[str]:
