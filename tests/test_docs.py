@@ -337,7 +337,7 @@ def test_no_command_changes_how_later_ones_run(page: Path) -> None:
 def test_a_conversion_shows_the_difference_of_its_scripts(name: str) -> None:
     paths = [ROOT / "examples" / "convert" / name / f"{which}.py" for which in ("before", "after")]
     before, after = (path.read_text().splitlines() for path in paths)
-    _, _, _, *lines = difflib.unified_diff(before, after, n=len(before), lineterm="")
+    _, _, *lines = difflib.unified_diff(before, after, lineterm="")
     page = (DOCS / "how-to" / f"convert-{name}.md").read_text()
     (shown,) = [text for language, text in BLOCK.findall(page) if language == "diff"]
     assert shown.splitlines() == [line.rstrip() for line in lines]
