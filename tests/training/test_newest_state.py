@@ -58,10 +58,10 @@ class Node:
         writer.write(draft, Header(1, round, step, EVALUATED, 0))
         writer.close()
 
-    def saved(self, round: int, step: int, branch: Branch | None = None) -> snapshot.CheckpointInfo:
+    def saved(self, round: int, step: int, branch: Branch | None = None, owner: str = "") -> snapshot.CheckpointInfo:
         state = {"model": nn.Linear(2, 2).state_dict()}
         meta = {"identity": {}, "worlds": [1], "branch": (branch or self._branch(round)).meta(RUN)}
-        return snapshot.write(self.directory, state, step=step, round=round, meta=meta)
+        return snapshot.write(self.directory, state, step=step, round=round, meta=meta, owner=owner)
 
     def _branch(self, round: int) -> Branch:
         """A branch of the run that has taken the directory, if one has."""
@@ -128,6 +128,20 @@ def test_a_later_save_of_another_run_is_not_a_newer_state_of_this_one(
     assert step == 210
     assert branch.round == 10
     assert "was taken by run 'another run'" in caplog.text
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_a_state_of_an_earlier_run_of_the_same_id_is_not_this_runs(node: Node, scheme: str) -> None:
+    """This run's first round ended before it saved anything, so the second one reads what the earlier run has saved."""
+    node.place = f"{scheme}{node.directory}"
+    assert node.resumes(1)[0] == 0
+    node.saved(2, 40)
+    assert node.resumes(1)[0] == 40
+    step, branch = node.resumes(2)
+    node.saved(branch.round, 50, branch, owner.owned_by(RUN))
+    later, its = node.resumes(3)
+    assert (step, later) == (40, 50)
+    assert (its.since, its.epoch) == (branch.since, branch.epoch)
 
 
 @pytest.mark.parametrize("memory", [None, (2, 210)])

@@ -26,10 +26,12 @@ _LIMIT = 16 * 1024
 def claim(where: Place, run: str, *, again: bool = False, epoch: int = 0) -> str:
     """Take a directory or URL as the run's training with that epoch; return the ``owner`` to pass to :func:`check`.
 
-    ``again``: the id is unique, and earlier processes of the run may have taken the location: then their mark stays,
+    ``again``: the id is unique, and earlier processes of the run may have taken the location: then their token stays,
     since copies that they have requested may be under way.
     """
     if again and (found := _read(where)) is not None and found.get("run") == run:
+        if found["epoch"] < epoch:
+            _put(where, run, str(found["token"]), epoch)
         return owned_by(run)
     token = secrets.token_hex(8)
     _put(where, run, token, epoch)

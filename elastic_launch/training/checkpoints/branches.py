@@ -55,10 +55,11 @@ def following(
         highest: highest round of all known states, whether or not it resumes from them.
         parent: round and step of the state that it resumes from; None if there is none.
         base: step and place of that state if it is durable.
-        taken: the location's last epoch.
+        taken: the location's last epoch; 0 for a state in memory, which is this run's.
     """
     known = meta.get("branch", {})
-    same = _same(world_round, run, known)
+    # Under the same id, an earlier run may have saved it. This run's first start has taken the location since then.
+    same = world_round > 1 and known.get("run") == run and int(known["epoch"]) >= taken
     number = max(world_round + (int(known["ahead"]) if same else 0), highest + 1)
     line = [*((int(round), int(step)) for round, step in known.get("line", ())), *([parent] if parent else [])]
     if base is None and same and known["base"] is not None:
@@ -73,8 +74,3 @@ def following(
         base,
         int(known.get("began", epoch)) if same else epoch,
     )
-
-
-def _same(world_round: int, run: str, known: dict[str, Any]) -> bool:
-    """Whether a state was saved in this run."""
-    return world_round > 1 and known.get("run") == run
