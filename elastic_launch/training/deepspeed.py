@@ -29,9 +29,6 @@ from elastic_launch.training.randomness import kept
 _PER_ELEMENT = ("ASGD", "Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 """Classes in ``torch.optim`` that treat each element by itself, so that ZeRO may cut parameters into parts."""
 
-_NAMED = ("params", "param_names")
-"""Keys of a parameter group that are saved as names of the model's parameters."""
-
 _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 

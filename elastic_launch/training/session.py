@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
@@ -51,8 +50,6 @@ from elastic_launch.training.swapping import mode_swapped, weights_swapped
 from elastic_launch.training.together import as_part
 from elastic_launch.training.verification import share_of
 from elastic_launch.training.wrapped import check_not_flat
-
-_log = logging.getLogger(__name__)
 
 Process = TypeVar("Process", str, bytes)
 

@@ -44,8 +44,6 @@ Taking = Callable[[Mapping[str, Any]], tree.Take | None]
 _LASTING = DamagedCheckpointError, ForeignCheckpointError
 """Errors of a checkpoint that another attempt would meet, too."""
 
-_Read = Callable[[int, Collection[str] | None], dict[str, torch.Tensor]]
-
 
 @dataclass(frozen=True, slots=True)
 class LoadedCheckpoint:

@@ -26,9 +26,6 @@ from elastic_launch.training.ranks.world import World
 
 _log = logging.getLogger(__name__)
 
-MakeLoader = Callable[[int, int], Any]
-"""``(shard, shards) -> loader`` of one shard of the data."""
-
 Reshard = Callable[[list[Any], int], list[Any]]
 """``(states, world_size) -> states``: the loaders' states for that number of ranks, from those for another number."""
 
