@@ -213,7 +213,7 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
         processes = start_processes(config, env, begun.server if begun is not None else None, files)
         with _quiet_torch():
             from elastic_agents.agent import NodeAgent
-            from elastic_agents.parts import make_parts
+            from elastic_agents.parts import AgentParts
             from elastic_agents.torch_events import TorchEvents
             from elastic_agents.workers.logs import link_latest
             from elastic_launch.rendezvous.backends.registry import backend_of
@@ -224,7 +224,7 @@ def _run(config: LaunchConfig, begun: Bootstrap | None, consoles: Consoles, watc
             Thread(target=_prune, args=(config, config.keep_runs), name="old runs", daemon=True).start()
         events = served.enter_context(closing(TorchEvents(config, journal, clock, consoles)))
         backend = backend_of(config, clock, events)
-        parts = make_parts(
+        parts = AgentParts(
             config, backend, events, files, consoles, clock=clock, inbox=inbox, processes=processes, env=env
         )
         agent = NodeAgent(parts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 from elastic_agents import status
@@ -31,7 +30,6 @@ from elastic_agents.workers.round_workers import RoundWorkers
 from elastic_agents.workers.start import WorkerStarts
 from elastic_launch.clock import Clock
 from elastic_launch.config.launch_config import LaunchConfig
-from elastic_launch.contract import Copied, Copying, Save
 from elastic_launch.events.types import EventSink
 from elastic_launch.rendezvous.backends.c10d import Backend
 from elastic_launch.rendezvous.node.failure_detector import CUT_OFF
@@ -45,58 +43,8 @@ ORDER_TIMEOUT = 2.0
 """Seconds beyond ``dead_after`` within which a worker that lost its connection to another rank gets an order."""
 
 
-@dataclass(frozen=True)
 class AgentParts:
-    """The parts of an agent.
-
-    Attributes:
-        ends: what ends them, in order.
-    """
-
-    config: LaunchConfig
-    clock: Clock
-    inbox: Inbox[object]
-    events: EventSink
-    files: Writer
-    state: NodeState
-    membership: Membership
-    run_file: RunFile
-    worker_store: WorkerStore
-    pump: OutputPump
-    processes: ExecProcesses
-    workers: RoundWorkers
-    exits: Exits
-    starts: WorkerStarts
-    start_timer: StartTimer
-    control: Control
-    snapshot_store: SnapshotStore
-    durable: DurableState
-    final_save: FinalSave
-    lease: LeaseKeeper
-    departure: Departure
-    drill: NodeDrill
-    hanging: Hanging
-    host: HostWatch
-    ends: tuple[Callable[[], object], ...]
-
-    def write_run_file(self, act: Callable[[], None]) -> None:
-        """Have the one thread that writes the run's file do something to it."""
-        self.files.put(lambda data: act())
-
-
-def make_parts(
-    config: LaunchConfig,
-    backend: Backend,
-    events: EventSink,
-    files: Writer,
-    consoles: Consoles,
-    *,
-    clock: Clock,
-    inbox: Inbox[object],
-    processes: Callable[[OnExit], ExecProcesses],
-    env: Mapping[str, str],
-) -> AgentParts:
-    """Make the parts of an agent, and start some; the agent ends them.
+    """The parts of an agent, some of them started; the agent ends them.
 
     Args:
         backend: the connection to the leader; closed with the agent.
@@ -104,94 +52,83 @@ def make_parts(
         inbox: shared with the code that feeds signals in.
         processes: makes the object that starts the workers.
         env: the variables that all workers share.
+
+    Attributes:
+        ends: what ends them, in order.
     """
-    # What these functions use is made below, before anything calls them.
 
-    def reserve(address: str) -> int:
+    def __init__(
+        self,
+        config: LaunchConfig,
+        backend: Backend,
+        events: EventSink,
+        files: Writer,
+        consoles: Consoles,
+        *,
+        clock: Clock,
+        inbox: Inbox[object],
+        processes: Callable[[OnExit], ExecProcesses],
+        env: Mapping[str, str],
+    ) -> None:
+        timing, post, later = config.timing, inbox.put, inbox.put_later
+        self.config, self.clock, self.inbox, self.events, self.files = config, clock, inbox, events, files
+        self.host = HostWatch(clock)
+        self.state = state = NodeState(config)
+        self.start_timer = StartTimer(timing.start_wait if config.keeps_workers else math.inf)
+        state.view = View(ahead=AheadWorkers(slow=self.start_timer.slow))
+        self.worker_store = WorkerStore("")
+        self.run_file = RunFile(config.run_directory, config.token if config.own_token else None)
+        self.membership = member = Membership(config, backend, clock, post, self._reserve, self._beat)
+        guard = Guard(lambda at, pids: post(StoppedByGuard(at, pids)))
+        places = LogPlaces(config, files)
+        places.made = guard.add_directory
+        self.pump = OutputPump(consoles)
+        self.processes = processes(lambda pid, exit_code: post(partial(self.exits.reaped, pid, exit_code)))
+        self.snapshot_store = snapshots = SnapshotStore(
+            lambda: self.final_save.may_commit(),
+            lambda copied: self.final_save.copied(copied),
+            self.pump.open_log,
+            may_add=lambda: self.final_save.may_add(),
+            writes=config.snapshots,
+            split=config.split_snapshots,
+        )
+        self.durable = durable = DurableState(snapshots)
+        patience = timing.dead_after + ORDER_TIMEOUT if config.keeps_workers else 0.0
+        self.control = control = Control(clock, snapshots, durable, post, events, config.nproc, patience)
+        self.departure = Departure(config, state, clock, control.step_timer, events, later)
+        self.final_save = FinalSave(config, state, member, snapshots, durable, control, self.departure, events, inbox)
+        self.workers = workers = RoundWorkers(config, self.processes, self.pump, guard, clock, files)
+        self.exits = Exits(state, workers, control.step_timer, snapshots, events, member)
+        self.hanging = Hanging(config, state, workers, control.progress, member.report, later, files)
+        self.starts = WorkerStarts(
+            config, env, clock, events, self.processes, workers, places, control, self.start_timer, inbox
+        )
+        self.drill = NodeDrill(config, state, later, member, snapshots)
+        self.lease = LeaseKeeper(CUT_OFF * timing.dead_after, guard, workers, member, state, events, inbox)
+        self.ends: tuple[Callable[[], object], ...] = (
+            inbox.close,
+            workers.close,
+            self.hanging.close,
+            self.processes.close,
+            control.close,
+            snapshots.close,
+            self.pump.close,
+            member.close,
+            self.host.close,
+            self.worker_store.close,
+            places.close,
+            guard.close,
+            lambda: self.write_run_file(self.run_file.close),
+        )
+
+    def _reserve(self, address: str) -> int:
         """Called once from the membership's thread, before this agent learns of its address."""
-        worker_store.address = address
-        return worker_store.reserve()
+        self.worker_store.address = address
+        return self.worker_store.reserve()
 
-    def beat() -> m.Beat | m.ProgressBeat:
-        return status.beat(control, snapshot_store.newest_step, host.news())
+    def _beat(self) -> m.Beat | m.ProgressBeat:
+        return status.beat(self.control, self.snapshot_store.newest_step, self.host.news())
 
-    def on_exit(pid: int, exit_code: int) -> None:
-        inbox.put(partial(exits.reaped, pid, exit_code))
-
-    def copied(copied: Copied | Copying | Save | None) -> bool:
-        return final_save.copied(copied)
-
-    timing, post = config.timing, inbox.put
-    host = HostWatch(clock)
-    state = NodeState(config)
-    start_timer = StartTimer(timing.start_wait if config.keeps_workers else math.inf)
-    state.view = View(ahead=AheadWorkers(slow=start_timer.slow))
-    worker_store = WorkerStore("")
-    run_file = RunFile(config.run_directory, config.token if config.own_token else None)
-    membership = Membership(config, backend, clock, post, reserve, beat)
-    guard = Guard(lambda at, pids: post(StoppedByGuard(at, pids)))
-    places = LogPlaces(config, files)
-    places.made = guard.add_directory
-    pump = OutputPump(consoles)
-    made = processes(on_exit)
-    snapshot_store = SnapshotStore(
-        lambda: final_save.may_commit(),
-        copied,
-        pump.open_log,
-        may_add=lambda: final_save.may_add(),
-        writes=config.snapshots,
-        split=config.split_snapshots,
-    )
-    durable = DurableState(snapshot_store)
-    patience = timing.dead_after + ORDER_TIMEOUT if config.keeps_workers else 0.0
-    control = Control(clock, snapshot_store, durable, post, events, config.nproc, patience)
-    departure = Departure(config, state, clock, control.step_timer, events, inbox.put_later)
-    final_save = FinalSave(config, state, membership, snapshot_store, durable, control, departure, events, inbox)
-    workers = RoundWorkers(config, made, pump, guard, clock, files)
-    exits = Exits(state, workers, control.step_timer, snapshot_store, events, membership)
-    hanging = Hanging(config, state, workers, control.progress, membership.report, inbox.put_later, files)
-    starts = WorkerStarts(config, env, clock, events, made, workers, places, control, start_timer, inbox)
-    drill = NodeDrill(config, state, inbox.put_later, membership, snapshot_store)
-    lease = LeaseKeeper(CUT_OFF * timing.dead_after, guard, workers, membership, state, events, inbox)
-    ends = (
-        inbox.close,
-        workers.close,
-        hanging.close,
-        made.close,
-        control.close,
-        snapshot_store.close,
-        pump.close,
-        membership.close,
-        host.close,
-        worker_store.close,
-        places.close,
-        guard.close,
-        lambda: files.put(lambda data: run_file.close()),
-    )
-    return AgentParts(
-        config,
-        clock,
-        inbox,
-        events,
-        files,
-        state,
-        membership,
-        run_file,
-        worker_store,
-        pump,
-        made,
-        workers,
-        exits,
-        starts,
-        start_timer,
-        control,
-        snapshot_store,
-        durable,
-        final_save,
-        lease,
-        departure,
-        drill,
-        hanging,
-        host,
-        ends,
-    )
+    def write_run_file(self, act: Callable[[], None]) -> None:
+        """Have the one thread that writes the run's file do something to it."""
+        self.files.put(lambda data: act())

@@ -14,7 +14,7 @@ import pytest
 from elastic_agents.agent import NodeAgent
 from elastic_agents.console import Consoles
 from elastic_agents.inbox import Inbox
-from elastic_agents.parts import make_parts
+from elastic_agents.parts import AgentParts
 from elastic_agents.workers.placement import shared_environment
 from elastic_agents.workers.processes import ExecProcesses
 from elastic_launch.clock import MonotonicClock
@@ -78,7 +78,7 @@ def test_a_round_that_breaks_before_all_its_workers_have_started_is_over_without
     files = Writer("files", limit=1 << 20, patience=3.0)
     with closing(files), closing(Consoles()) as consoles:
         backend = backend_of(config, clock, events)
-        parts = make_parts(
+        parts = AgentParts(
             config,
             backend,
             events,
