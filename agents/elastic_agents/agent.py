@@ -353,7 +353,8 @@ class NodeAgent(ElasticAgent):
             case v.KillAhead(local_ranks=local_ranks):
                 self._starts.kill_ahead(local_ranks)
             case v.ReportAheadExit(local_rank=local_rank, next=following):
-                self._parts.exits.print_ahead(local_rank, after_ahead(following))
+                if exited := self._workers.reaped(local_rank):
+                    reporting.lost_ahead(exited, self._parts.exits.failure_of(local_rank), after_ahead(following))
             case v.SuspendWorkers(round=number, cause=cause, local_ranks=local_ranks):
                 self._workers.resume()  # they have to leave their round
                 self._workers.suspends(local_ranks)
@@ -383,11 +384,13 @@ class NodeAgent(ElasticAgent):
                     self._start_no_more(local_ranks)
                 self._workers.kill(local_ranks, ending=ending)
             case v.ReportFailure(local_rank=local_rank):
-                self._parts.exits.report(local_rank)
+                if failure := self._parts.exits.failure_of(local_rank):
+                    self._membership.report(failure)
             case v.ReportUnfit(local_rank=local_rank):
-                self._parts.exits.report_unfit(local_rank)
+                if failure := self._parts.exits.failure_of(local_rank):
+                    self._membership.report(m.Unfit(failure))
             case v.ReportDisconnected(local_rank=local_rank, error=error):
-                self._parts.exits.report_disconnected(local_rank, error)
+                self._membership.report(self._workers.disconnected(local_rank, error, self._control.step_timer))
             case v.ReportReady(round=number):
                 self._ready(number)
                 self._parts.processes.training()

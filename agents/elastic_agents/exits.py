@@ -19,7 +19,6 @@ from elastic_launch.events.sentences import ending, how_failed, why
 from elastic_launch.failure import Failure
 from elastic_launch.rendezvous.leader.verdict import kind_of
 from elastic_launch.rendezvous.node.membership import Membership
-from elastic_launch.rendezvous.wire.messages import Unfit
 from elastic_launch.snapshot.room import LEFT_OUT, MORE_MEMORY
 
 _log = logging.getLogger("elastic_launch.agent")
@@ -94,25 +93,6 @@ class Exits:
     def _emit(self, exited: WorkerExit, rank: int | None, *, stopped: bool) -> None:
         where, ran = (exited.round, rank, exited.local_rank, exited.pid), round(exited.ran, 3)
         self._events.emit(ev.WorkerExited(*where, exited.exit_code, ran, stopped))
-
-    def report(self, local_rank: int) -> None:
-        """Report to the leader how a worker has failed."""
-        if failure := self.failure_of(local_rank):
-            self._membership.report(failure)
-
-    def report_unfit(self, local_rank: int) -> None:
-        """Report to the leader that a worker that was started ahead has ended, and that others would, too."""
-        if failure := self.failure_of(local_rank):
-            self._membership.report(Unfit(failure))
-
-    def report_disconnected(self, local_rank: int, error: str) -> None:
-        """Report to the leader that a worker's connection to another rank broke."""
-        self._membership.report(self._workers.disconnected(local_rank, error, self._step_timer))
-
-    def print_ahead(self, local_rank: int, following: str) -> None:
-        """Print that a worker that was started ahead has ended before it had a place, and what follows."""
-        if exited := self._workers.reaped(local_rank):
-            reporting.lost_ahead(exited, self.failure_of(local_rank), following)
 
     def failure_of(self, local_rank: int) -> Failure | None:
         """Return the report on a reaped worker. If the node's snapshots took its memory, leave them out from now on."""
