@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from elastic_agents.inbox import SignalCaught
@@ -35,6 +35,7 @@ class FaultReached:
     answer: Callable[[bool], None]
 
 
+@dataclass(eq=False, repr=False)
 class NodeDrill:
     """Carries out planned faults; used by the agent's thread.
 
@@ -42,27 +43,18 @@ class NodeDrill:
         later: puts an item into the agent's inbox after a number of seconds.
     """
 
-    def __init__(
-        self,
-        config: LaunchConfig,
-        state: NodeState,
-        later: Callable[[float, object], None],
-        membership: Membership,
-        snapshot_store: SnapshotStore,
-    ) -> None:
-        self._plan = config.drill
-        self._node_id = config.node_id
-        self._state = state
-        self._later = later
-        self._membership = membership
-        self._snapshot_store = snapshot_store
-        self._waiting: dict[int, FaultReached] = {}
+    _config: LaunchConfig
+    _state: NodeState
+    _later: Callable[[float, object], None]
+    _membership: Membership
+    _snapshot_store: SnapshotStore
+    _waiting: dict[int, FaultReached] = field(default_factory=dict, init=False)
 
     def reached(self, reached: FaultReached) -> None:
         """Note that a worker waits, and ask the leader, if the fault is in this node's plan, and possible."""
         number = reached.due.fault
-        possible = number < len(self._plan.faults)
-        if possible and (reason := self._impossible(self._plan.faults[number].do)):
+        possible = number < len(self._config.drill.faults)
+        if possible and (reason := self._impossible(self._config.drill.faults[number].do)):
             _log.warning("drill: fault %d does not happen: %s", number, reason)
             possible = False
         if possible:
@@ -80,12 +72,12 @@ class NodeDrill:
 
     def ordered(self, strike: Strike) -> None:
         """Carry out a fault, or have its worker continue."""
-        if strike.node_id not in ("", self._node_id):
+        if strike.node_id not in ("", self._config.node_id):
             return
         reached = self._waiting.pop(strike.fault, None)
         if reached is None:
             return
-        fault = self._plan.faults[strike.fault]
+        fault = self._config.drill.faults[strike.fault]
         if not strike.node_id:
             reached.answer(False)
             return

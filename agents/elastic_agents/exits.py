@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from elastic_agents import policy_types as v
 from elastic_agents import reporting
@@ -24,6 +24,7 @@ from elastic_launch.snapshot.room import LEFT_OUT, MORE_MEMORY
 _log = logging.getLogger("elastic_launch.agent")
 
 
+@dataclass(eq=False, repr=False)
 class Exits:
     """Records how workers end.
 
@@ -31,22 +32,13 @@ class Exits:
         failed: by rank, the workers of this node that failed in its last round.
     """
 
-    def __init__(
-        self,
-        state: NodeState,
-        workers: RoundWorkers,
-        step_timer: StepTimer,
-        snapshot_store: SnapshotStore,
-        events: ev.EventSink,
-        membership: Membership,
-    ) -> None:
-        self._state = state
-        self._workers = workers
-        self._step_timer = step_timer
-        self._snapshot_store = snapshot_store
-        self._events = events
-        self._membership = membership
-        self.failed: dict[int, WorkerExit] = {}
+    _state: NodeState
+    _workers: RoundWorkers
+    _step_timer: StepTimer
+    _snapshot_store: SnapshotStore
+    _events: ev.EventSink
+    _membership: Membership
+    failed: dict[int, WorkerExit] = field(default_factory=dict, init=False)
 
     def reaped(self, pid: int, exit_code: int) -> WorkerExit | None:
         """A process was reaped; return the end of the worker that it was, None if it was none."""

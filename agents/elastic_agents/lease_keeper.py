@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from elastic_agents.inbox import Inbox
 from elastic_agents.node_state import NodeState
@@ -25,31 +25,18 @@ class StoppedByGuard:
     pids: tuple[int, ...]
 
 
+@dataclass(eq=False, repr=False)
 class LeaseKeeper:
-    """The agent's side of :mod:`elastic_agents.workers.lease`; used by the agent's thread.
+    """The agent's side of :mod:`elastic_agents.workers.lease`; used by the agent's thread."""
 
-    Args:
-        term: seconds from a sign of life for which the workers may run.
-    """
-
-    def __init__(
-        self,
-        term: float,
-        guard: Guard,
-        workers: RoundWorkers,
-        membership: Membership,
-        state: NodeState,
-        events: EventSink,
-        inbox: Inbox[object],
-    ) -> None:
-        self._renewal = Renewal(term)
-        self._guard = guard
-        self._workers = workers
-        self._membership = membership
-        self._state = state
-        self._events = events
-        self._inbox = inbox
-        self._held_since = 0.0  # when the guard has stopped the workers
+    _renewal: Renewal
+    _guard: Guard
+    _workers: RoundWorkers
+    _membership: Membership
+    _state: NodeState
+    _events: EventSink
+    _inbox: Inbox[object]
+    _held_since: float = field(default=0.0, init=False)  # when the guard has stopped the workers
 
     def wake(self) -> None:
         """Have the main loop turn often enough to renew the lease, from now on."""

@@ -23,6 +23,7 @@ from elastic_agents.snapshots.snapshot_store import SnapshotStore
 from elastic_agents.timers import StartTimer
 from elastic_agents.workers.control import Control
 from elastic_agents.workers.guard import Guard
+from elastic_agents.workers.lease import Renewal
 from elastic_agents.workers.logs import LogPlaces
 from elastic_agents.workers.output import OutputPump
 from elastic_agents.workers.processes import ExecProcesses, OnExit
@@ -104,7 +105,7 @@ class AgentParts:
             config, env, clock, events, self.processes, workers, places, control, self.start_timer, inbox
         )
         self.drill = NodeDrill(config, state, later, member, snapshots)
-        self.lease = LeaseKeeper(CUT_OFF * timing.dead_after, guard, workers, member, state, events, inbox)
+        self.lease = LeaseKeeper(Renewal(CUT_OFF * timing.dead_after), guard, workers, member, state, events, inbox)
         self.ends: tuple[Callable[[], object], ...] = (
             inbox.close,
             workers.close,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -74,6 +74,7 @@ class WorkersStarted:
     pids: Mapping[int, int]
 
 
+@dataclass(eq=False, repr=False)
 class WorkerStarts:
     """Starts the workers of rounds, and those that start ahead of one; gives places to those that run already.
 
@@ -81,36 +82,26 @@ class WorkerStarts:
         logs: where the output goes of the round's workers, by local rank.
     """
 
-    def __init__(
-        self,
-        config: LaunchConfig,
-        shared: Mapping[str, str],
-        clock: Clock,
-        events: EventSink,
-        processes: ExecProcesses,
-        workers: RoundWorkers,
-        places: LogPlaces,
-        control: Control,
-        timer: StartTimer,
-        inbox: Inbox[object],
-    ) -> None:
-        self._config = config
-        self._shared = shared
-        self._clock = clock
-        self._events = events
-        self._processes = processes
-        self._workers = workers
-        self._places = places
-        self._control = control
-        self._timer = timer
-        self._inbox = inbox
-        self._round: _Staggered | None = None
-        self._ahead: list[_Staggered] = []
-        self._put_off: dict[int, int] = {}  # restarts so far, by local rank of the workers that yield to others
-        self._late: dict[int, tuple[m.Form, Placement]] = {}  # places of workers that have not come yet
-        self._pids: dict[int, int] = {}  # of the round's new workers
-        self._rehearse = 0  # the last round in which a new worker began whose like rehearse if they start ahead
-        self.logs: dict[int, WorkerLogs] = {}
+    _config: LaunchConfig
+    _shared: Mapping[str, str]
+    _clock: Clock
+    _events: EventSink
+    _processes: ExecProcesses
+    _workers: RoundWorkers
+    _places: LogPlaces
+    _control: Control
+    _timer: StartTimer
+    _inbox: Inbox[object]
+    _round: _Staggered | None = field(default=None, init=False)
+    _ahead: list[_Staggered] = field(default_factory=list, init=False)
+    # Restarts so far, by local rank of the workers that yield to others.
+    _put_off: dict[int, int] = field(default_factory=dict, init=False)
+    # Places of workers that have not come yet.
+    _late: dict[int, tuple[m.Form, Placement]] = field(default_factory=dict, init=False)
+    _pids: dict[int, int] = field(default_factory=dict, init=False)  # of the round's new workers
+    # The last round in which a new worker began whose like rehearse if they start ahead.
+    _rehearse: int = field(default=0, init=False)
+    logs: dict[int, WorkerLogs] = field(default_factory=dict, init=False)
 
     # The workers of a round.
 
