@@ -16,7 +16,7 @@
 ``snapshot/``        checkpoints and snapshots
 ``failure``          what is known of a failed worker
 ``events/``          typed events, and the sentences on them and on failures; ``observe/`` builds the ledger
-``codec``            bounded JSON for messages and records
+``codec``            bounded JSON for messages and records; ``values`` has the base class of messages
 ``contract``         the protocol between agent and worker; ``shared_progress`` is memory that they share
 ``stack_dump``       a worker writes its stacks on a signal
 ``collective_dump``  a worker's last collectives, which it writes when its agent asks

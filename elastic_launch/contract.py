@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import Field, dataclass
-from typing import Annotated, Any, ClassVar, dataclass_transform
+from typing import Annotated
 
 from elastic_launch.codec import Messages, between
 from elastic_launch.errors import ProtocolError, UsageError
 from elastic_launch.system.plain_text import plain
+from elastic_launch.values import Value
 
 ENV_ROUND = "ELASTIC_LAUNCH_ROUND"
 """Number of the worker's round, from 1."""
@@ -121,8 +121,7 @@ OsText = Annotated[str, _of_system]
 Nonce = Annotated[str, _hexadecimal]
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(Value):
     """The position of one worker in a round.
 
     Attributes:
@@ -154,8 +153,7 @@ class Placement:
     replica_size: Positive = 1
 
 
-@dataclass(frozen=True, slots=True)
-class NoPlacement:
+class NoPlacement(Value):
     """What is known of the position of a worker that is started ahead: not its rank."""
 
     local_rank: int
@@ -163,18 +161,11 @@ class NoPlacement:
     world_size: int = 0
 
 
-@dataclass_transform(frozen_default=True)
-class Message:
+class Message(Value):
     """Base class of messages: one JSON object per line, whose ``type`` is the class name.
 
-    A worker runs the user's code, so the agent does not trust its messages: ``unpack`` checks every field. A subclass
-    declares fields, and becomes a frozen dataclass.
+    A worker runs the user's code, so the agent does not trust its messages: ``unpack`` checks every field.
     """
-
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-
-    def __init_subclass__(cls) -> None:
-        dataclass(frozen=True)(cls)
 
 
 class FromWorker(Message):
@@ -228,8 +219,7 @@ class Ready(FromWorker):
     training: Count = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Best:
+class Best(Value):
     """The best checkpoints by a metric, which are not removed.
 
     A checkpoint without the metric, or with NaN, is not among the best. If evaluations follow each other faster than
@@ -257,8 +247,7 @@ class Best:
             raise UsageError(f"Best(count={self.count!r}): it must be a whole number, 1 or more.")
 
 
-@dataclass(frozen=True, slots=True)
-class CopyJob:
+class CopyJob(Value):
     """How a snapshot in memory goes to durable storage. A worker makes it, and the copying process carries it out.
 
     Attributes:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from elastic_launch.values import Value
 
 
-@dataclass(frozen=True, slots=True)
-class Suspect:
+class Suspect(Value):
     """A node to which the end of a round is put down, or one of its ranks."""
 
     node: str
     rank: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StallPlace:
+class StallPlace(Value):
     """Where a worker stands still.
 
     Attributes:
@@ -29,16 +27,14 @@ class StallPlace:
     collective: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class BegunInstead:
+class BegunInstead(Value):
     """Another collective than that in which ranks wait, and the ranks that have begun it."""
 
     what: str
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SplitCollective:
+class SplitCollective(Value):
     """Some ranks of a process group wait in a collective that others have not begun, or began as another one.
 
     Attributes:
@@ -63,8 +59,7 @@ class SplitCollective:
         return {*self.behind, *(rank for other in self.instead for rank in other.ranks)}
 
 
-@dataclass(frozen=True, slots=True)
-class Doing:
+class Doing(Value):
     """What a worker does: its script, as long as nothing else is known.
 
     Attributes:
@@ -80,8 +75,7 @@ class Doing:
     ends: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Hang:
+class Hang(Value):
     """How a worker hangs.
 
     Attributes:
@@ -98,8 +92,7 @@ class Hang:
     there: StallPlace | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Mistake:
+class Mistake(Value):
     """An exception that says that the script itself is wrong, so that a restarted worker may well raise it again.
 
     Attributes:
@@ -111,8 +104,7 @@ class Mistake:
     frame: str
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(Value):
     """One worker's failure, as its node saw it.
 
     Attributes:

@@ -9,7 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
@@ -17,6 +17,7 @@ from elastic_launch.clock import Clock
 from elastic_launch.contract import WorkerEnding
 from elastic_launch.observe.present import Present
 from elastic_launch.system.threads import VitalThread
+from elastic_launch.values import Value
 
 T = TypeVar("T")
 
@@ -24,8 +25,7 @@ REPEAT = 1.0
 """Seconds within which signals to leave count as one: wrappers send two, or signal a process and its group."""
 
 
-@dataclass(frozen=True, slots=True)
-class SignalCaught:
+class SignalCaught(Value):
     """The agent itself received a signal.
 
     Attributes:
@@ -36,8 +36,7 @@ class SignalCaught:
     at: float | None = field(default=None, compare=False)
 
 
-@dataclass(frozen=True, slots=True)
-class HowAreYou:
+class HowAreYou(Value):
     """Asks how this node's part of the run is, for an HTTP request or for the charts of the page.
 
     Attributes:
@@ -48,16 +47,14 @@ class HowAreYou:
     every: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessEnding:
+class ProcessEnding(Value):
     """A worker's process will exit. It may not have said yet which worker it is."""
 
     pid: int
     report: WorkerEnding
 
 
-@dataclass(frozen=True, slots=True)
-class FirstStepDone:
+class FirstStepDone(Value):
     """A worker of this node has done a step, for the first time since the agent began."""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
 from enum import Enum
 
 from elastic_launch.contract import Message
@@ -12,6 +11,7 @@ from elastic_launch.events.facts import AfterAhead, NodeCause, NodeWarning
 from elastic_launch.rendezvous.node.failure_detector import CutOff
 from elastic_launch.rendezvous.node.membership_events import LinkDown, RendezvousLost
 from elastic_launch.rendezvous.wire import messages as m
+from elastic_launch.values import Value
 
 HOLD = 0.2
 """Seconds for which a worker's exit by SIGTERM or SIGINT waits for the agent's own signal.
@@ -51,8 +51,7 @@ class Phase(Enum):
     OVER = "over"
 
 
-@dataclass(frozen=True, slots=True)
-class AheadWorkers:
+class AheadWorkers(Value):
     """The workers of a node that are started ahead of a place in a round; see :mod:`elastic_agents.policy_ahead`.
 
     Attributes:
@@ -77,8 +76,7 @@ class AheadWorkers:
     ended: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(Value):
     """The policy's complete state.
 
     Attributes:
@@ -130,8 +128,7 @@ class View:
     ahead: AheadWorkers = AheadWorkers()
 
 
-@dataclass(frozen=True, slots=True)
-class NodeFacts:
+class NodeFacts(Value):
     """What the policy knows of its node besides the view.
 
     Attributes:
@@ -155,14 +152,12 @@ class NodeFacts:
 # Events other than the leader's orders and the membership's (LinkDown, CutOff, RendezvousLost).
 
 
-@dataclass(frozen=True, slots=True)
-class OfRound:
+class OfRound(Value):
     """An event that counts only in its own round."""
 
     round: int
 
 
-@dataclass(frozen=True, slots=True)
 class WorkerExit(OfRound):
     """The process of a worker was reaped.
 
@@ -184,7 +179,6 @@ class WorkerExit(OfRound):
     ended: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
 class Reported(OfRound):
     """What a worker of this node has reported.
 
@@ -197,7 +191,6 @@ class Reported(OfRound):
     report: Message
 
 
-@dataclass(frozen=True, slots=True)
 class HungUp(OfRound):
     """A worker that waits for a place has closed its connection.
 
@@ -208,22 +201,19 @@ class HungUp(OfRound):
     local_rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class StartsTake:
+class StartsTake(Value):
     """It was learned whether a start is expected to take longer than other workers should wait for it."""
 
     slow: bool
 
 
-@dataclass(frozen=True, slots=True)
-class AheadOver:
+class AheadOver(Value):
     """The time is over in which a worker that was started ahead had to come to its first use of the world."""
 
     local_rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class Leave:
+class Leave(Value):
     """This node is to leave the run: because of a signal, a notice, or a request.
 
     Attributes:
@@ -238,8 +228,7 @@ class Leave:
     number: int = signal.SIGTERM
 
 
-@dataclass(frozen=True, slots=True)
-class CopiesDone:
+class CopiesDone(Value):
     """The copies to durable storage are complete, or could not be made.
 
     Attributes:
@@ -249,12 +238,10 @@ class CopiesDone:
     given_up: bool = False
 
 
-@dataclass(frozen=True, slots=True)
 class DrainOver(OfRound):
     """The time for the drain has passed."""
 
 
-@dataclass(frozen=True, slots=True)
 class TeardownOver(OfRound):
     """The time is over in which a worker had to exit that is drained, or whose script has ended.
 
@@ -266,18 +253,15 @@ class TeardownOver(OfRound):
     ended: bool = False
 
 
-@dataclass(frozen=True, slots=True)
 class SuspendOver(OfRound):
     """The time is over in which the workers that were told to leave the round had to do so."""
 
 
-@dataclass(frozen=True, slots=True)
 class GraceOver(OfRound):
     """The workers' grace has passed."""
 
 
-@dataclass(frozen=True, slots=True)
-class StartFailed:
+class StartFailed(Value):
     """A worker could not be started.
 
     Attributes:
@@ -290,14 +274,12 @@ class StartFailed:
     code: int = int(ExitCode.STARTUP_FAILURE)
 
 
-@dataclass(frozen=True, slots=True)
 class HoldOver(OfRound):
     """The wait for the agent's own signal is over."""
 
     local_rank: int
 
 
-@dataclass(frozen=True, slots=True)
 class DisconnectedOver(OfRound):
     """The wait for the cause of a broken connection is over."""
 
@@ -336,8 +318,7 @@ Event = (
 # Actions.
 
 
-@dataclass(frozen=True, slots=True)
-class StartWorkers:
+class StartWorkers(Value):
     """Start the round's workers and report that they have started.
 
     Attributes:
@@ -352,15 +333,13 @@ class StartWorkers:
     coming: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class GivePlace:
+class GivePlace(Value):
     """Give a worker that was started ahead the place in the round that was formed before it had come."""
 
     local_rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class StartWorkersAhead:
+class StartWorkersAhead(Value):
     """Start workers ahead of a place in a round, and raise AheadOver for each after the time that it has to come.
 
     Attributes:
@@ -371,28 +350,24 @@ class StartWorkersAhead:
     yields: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ForgetSnapshots:
+class ForgetSnapshots(Value):
     """Drop the snapshots in this node's memory: the run has begun anew without them."""
 
 
-@dataclass(frozen=True, slots=True)
-class KillAhead:
+class KillAhead(Value):
     """Kill workers that were started ahead and have no place yet."""
 
     local_ranks: frozenset[int]
 
 
-@dataclass(frozen=True, slots=True)
-class ReportAheadExit:
+class ReportAheadExit(Value):
     """Print that a worker that was started ahead has ended before it had a place."""
 
     local_rank: int
     next: AfterAhead
 
 
-@dataclass(frozen=True, slots=True)
-class SuspendWorkers:
+class SuspendWorkers(Value):
     """Tell workers to leave the round, and raise SuspendOver after the time that they have for it."""
 
     round: int
@@ -400,15 +375,13 @@ class SuspendWorkers:
     local_ranks: frozenset[int]
 
 
-@dataclass(frozen=True, slots=True)
-class SendExit:
+class SendExit(Value):
     """Tell suspended workers to exit."""
 
     local_ranks: frozenset[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Terminate:
+class Terminate(Value):
     """Send a signal to workers (None: all that are left, none of them suspended); raise GraceOver after the grace."""
 
     round: int
@@ -416,8 +389,7 @@ class Terminate:
     number: int = signal.SIGTERM
 
 
-@dataclass(frozen=True, slots=True)
-class Kill:
+class Kill(Value):
     """Kill workers (None: all that are left of the round, suspended ones too), with their entire sessions.
 
     Attributes:
@@ -428,8 +400,7 @@ class Kill:
     ending: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class AskStop:
+class AskStop(Value):
     """Ask the round's workers that are not suspended to stop after the same step.
 
     Raise DrainOver after the seconds, if given.
@@ -440,8 +411,7 @@ class AskStop:
     seconds: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class AwaitCopies:
+class AwaitCopies(Value):
     """Raise CopiesDone once what is in memory is copied to durable storage, and no node is fetching a snapshot.
 
     Attributes:
@@ -453,45 +423,39 @@ class AwaitCopies:
     begun: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Later:
+class Later(Value):
     """Raise the event after the seconds."""
 
     seconds: float
     event: TeardownOver | HoldOver | DisconnectedOver
 
 
-@dataclass(frozen=True, slots=True)
-class ReportFailure:
+class ReportFailure(Value):
     """Report a worker's failure to the leader."""
 
     local_rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReportUnfit:
+class ReportUnfit(Value):
     """Report to the leader that a worker that was started ahead has ended, and that others would, too."""
 
     local_rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReportDisconnected:
+class ReportDisconnected(Value):
     """Report to the leader that a worker's connection to another rank broke; the worker itself has not failed."""
 
     local_rank: int
     error: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReportReady:
+class ReportReady(Value):
     """Report that all of the round's workers can be drained."""
 
     round: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReportStopped:
+class ReportStopped(Value):
     """Report that the round's workers are reaped or suspended.
 
     Attributes:
@@ -510,15 +474,13 @@ class ReportStopped:
     importing: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Warn:
+class Warn(Value):
     """Print a warning."""
 
     of: NodeWarning
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(Value):
     """Exit with the code."""
 
     code: int

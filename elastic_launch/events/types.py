@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, dataclass_transform
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from elastic_launch.failure import SplitCollective, StallPlace, Suspect
 from elastic_launch.system.host_load import overloaded
+from elastic_launch.values import Value
 
 Tone = Literal["", "good", "bad", "note"]
 """How a mark on the page's time axis looks; an event without a tone has no mark."""
@@ -43,8 +43,7 @@ def event_name(kind: type[Any]) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
 
 
-@dataclass_transform(frozen_default=True)
-class Event:
+class Event(Value):
     """Base class of all events. A subclass declares fields, and becomes a frozen dataclass and one of :data:`KINDS`.
 
     Its sentence is in :data:`elastic_launch.events.sentences.SENTENCES`.
@@ -55,13 +54,12 @@ class Event:
         counter: the metric that counts these events.
     """
 
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     leader: ClassVar[bool] = False
     tone: ClassVar[Tone] = ""
     counter: ClassVar[Counter | None] = None
 
     def __init_subclass__(cls, *, base: bool = False) -> None:
-        dataclass(frozen=True)(cls)
+        super().__init_subclass__()
         if not base:
             KINDS[event_name(cls)] = cls
 

@@ -6,28 +6,26 @@ sender never counts as a node.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from elastic_launch.system.host_load import HostLoad
+from elastic_launch.values import Value
 
 # Requests.
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
+class Caller(Value):
     """First message on the link."""
 
     version: int
     run_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class AskStatus:
+class AskStatus(Value):
     """Ask for the run's status. Answered by :class:`Status`, at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class AskDrain:
+class AskDrain(Value):
     """Have one node leave after a drain, or all nodes: then the run stops with its state saved.
 
     Attributes:
@@ -39,21 +37,18 @@ class AskDrain:
     seconds: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class AskSave:
+class AskSave(Value):
     """Have all ranks write a durable checkpoint now. Answered once it is written."""
 
 
-@dataclass(frozen=True, slots=True)
-class AskResize:
+class AskResize(Value):
     """Change how many nodes the run may have. Answered once a matching round is formed."""
 
     min_nodes: int
     max_nodes: int
 
 
-@dataclass(frozen=True, slots=True)
-class AskStacks:
+class AskStacks(Value):
     """Have all nodes of the round tell where their workers stand: a :class:`NodeStacks` each, then the answer."""
 
 
@@ -62,8 +57,7 @@ AdminRequest = AskStatus | AskDrain | AskSave | AskResize | AskStacks
 # Answers.
 
 
-@dataclass(frozen=True, slots=True)
-class AdminAnswer:
+class AdminAnswer(Value):
     """The outcome of a request.
 
     Attributes:
@@ -77,8 +71,7 @@ class AdminAnswer:
     step: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class NodeStacks:
+class NodeStacks(Value):
     """The stacks of a node's workers, as text."""
 
     term: int
@@ -86,8 +79,7 @@ class NodeStacks:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class NodeStatus:
+class NodeStatus(Value):
     """One node as its leader sees it.
 
     Attributes:
@@ -113,8 +105,7 @@ class NodeStatus:
     load: HostLoad | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LastSave:
+class LastSave(Value):
     """The newest state that was reported as saved: its optimizer steps, and the seconds since the report.
 
     Attributes:
@@ -126,16 +117,14 @@ class LastSave:
     training: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(Value):
     """A decision of the leader, in one line, and the seconds since then."""
 
     text: str
     ago: float
 
 
-@dataclass(frozen=True, slots=True)
-class Status:
+class Status(Value):
     """The status of a run.
 
     Attributes:

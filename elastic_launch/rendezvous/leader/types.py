@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from elastic_launch.events.types import Event
 from elastic_launch.rendezvous.record import ControlRecord
 from elastic_launch.rendezvous.wire import messages as m
+from elastic_launch.values import Value
 
 
-@dataclass(frozen=True, slots=True)
-class CommitRecord:
+class CommitRecord(Value):
     """Write the record by compare-and-set."""
 
     record: ControlRecord
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(Value):
     """Send an order over a link."""
 
     link: int
     order: m.Order
 
 
-@dataclass(frozen=True, slots=True)
-class Close:
+class Close(Value):
     """Close a link once its output has been sent."""
 
     link: int
 
 
-@dataclass(frozen=True, slots=True)
-class Emit:
+class Emit(Value):
     """Record an event."""
 
     event: Event

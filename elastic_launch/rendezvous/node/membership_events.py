@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from elastic_launch.errors import RendezvousError
 from elastic_launch.rendezvous.backends.c10d import NodeAddress
 from elastic_launch.rendezvous.node.failure_detector import CutOff
 from elastic_launch.rendezvous.wire import messages as m
+from elastic_launch.values import Value
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
+class Opened(Value):
     """The node knows its address."""
 
     place: NodeAddress
 
 
-@dataclass(frozen=True, slots=True)
-class LinkUp:
+class LinkUp(Value):
     """The leader accepted this node's hello.
 
     Attributes:
@@ -28,8 +25,7 @@ class LinkUp:
     leader: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class LinkDown:
+class LinkDown(Value):
     """The leader cannot be reached.
 
     Attributes:
@@ -42,8 +38,7 @@ class LinkDown:
     elects: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class RendezvousLost:
+class RendezvousLost(Value):
     """Retrying cannot help."""
 
     error: RendezvousError

@@ -14,6 +14,7 @@ from elastic_launch.failure import Doing, Failure, Suspect
 from elastic_launch.rendezvous.admin import messages as asking
 from elastic_launch.rendezvous.record import LocalRanks, ReplicaSize, Round, Seconds
 from elastic_launch.system.host_load import HostLoad
+from elastic_launch.values import Value
 
 PROTOCOL_VERSION = 15
 
@@ -21,8 +22,7 @@ PROTOCOL_VERSION = 15
 # From a node to its leader.
 
 
-@dataclass(frozen=True, slots=True)
-class HeldSnapshot:
+class HeldSnapshot(Value):
     """The newest snapshot in a node's memory.
 
     Attributes:
@@ -42,8 +42,7 @@ class HeldSnapshot:
         return self.round, self.step
 
 
-@dataclass(frozen=True, slots=True)
-class RoundSeen:
+class RoundSeen(Value):
     """What a node knows of the round ``seen_round``, for a leader that has not formed it.
 
     Attributes:
@@ -161,8 +160,7 @@ class ProgressBeat:
     training: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class NodeSaved:
+class NodeSaved(Value):
     """A checkpoint of the round's training was written, or could not be.
 
     Attributes:
@@ -182,15 +180,13 @@ class NodeSaved:
     withdrew: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Joined:
+class Joined(Value):
     """The workers of the round are started."""
 
     round: int
 
 
-@dataclass(frozen=True, slots=True)
-class NodeReady:
+class NodeReady(Value):
     """The workers of the round train with this project's library: they can be drained.
 
     The round's first member repeats it from time to time with a new estimate.
@@ -209,8 +205,7 @@ class NodeReady:
     arguments: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Collective:
+class Collective(Value):
     """The last collective that a worker has begun in a process group.
 
     Attributes:
@@ -233,8 +228,7 @@ class Collective:
         return f"{self.what}, number {self.number} of group {self.description or self.group},"
 
 
-@dataclass(frozen=True, slots=True)
-class StalledWorker:
+class StalledWorker(Value):
     """Where a worker of a stalled node stands.
 
     Attributes:
@@ -260,8 +254,7 @@ class StalledWorker:
     prepares: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Stalled:
+class Stalled(Value):
     """All workers of this node are late in the round, and none of them is in a pause that is known; or one is stopped.
 
     Repeated from time to time with what is seen then.
@@ -282,16 +275,14 @@ class Stalled:
     early: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class StacksTaken:
+class StacksTaken(Value):
     """The stacks of the node's workers, as text: the answer to :class:`TakeStacks`."""
 
     round: int
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Stopped:
+class Stopped(Value):
     """The workers of the round are reaped or suspended; the node is ready for the next one.
 
     A suspended worker has left the round's process groups, and does nothing until it has a place in another round.
@@ -323,8 +314,7 @@ class Stopped:
     training: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class RankOffer:
+class RankOffer(Value):
     """This node could take part in a round with these local ranks from now on; empty for all.
 
     If they are more than those of the running round, the round is drained at a step boundary for a larger one.
@@ -333,15 +323,13 @@ class RankOffer:
     slots: LocalRanks
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Done(Value):
     """All workers of the round finished with exit code 0."""
 
     round: int
 
 
-@dataclass(frozen=True, slots=True)
-class Leaving:
+class Leaving(Value):
     """This node leaves the run; no node waits for it.
 
     Attributes:
@@ -352,8 +340,7 @@ class Leaving:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Imported:
+class Imported(Value):
     """This node's workers can begin at once from now on: their imports are loaded, or they are started ahead.
 
     Attributes:
@@ -363,8 +350,7 @@ class Imported:
     arguments: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Unfit:
+class Unfit(Value):
     """A worker that was started ahead ended, and would so again; this node has not completed a step in this run.
 
     The leader answers with :class:`LeftOut`, or takes it for :class:`Imported`.
@@ -373,8 +359,7 @@ class Unfit:
     failure: Failure
 
 
-@dataclass(frozen=True, slots=True)
-class Reached:
+class Reached(Value):
     """Whether this node can connect to where the round's workers meet: the answer to :class:`Reach`.
 
     A member of a round says unasked, in its first one, that it cannot.
@@ -387,8 +372,7 @@ class Reached:
     error: str
 
 
-@dataclass(frozen=True, slots=True)
-class StrikeDue:
+class StrikeDue(Value):
     """A worker of the round has come to a fault of the drill, and waits for :class:`Strike`.
 
     Attributes:
@@ -425,8 +409,7 @@ Report = (
 # From the leader to its nodes.
 
 
-@dataclass(frozen=True, slots=True)
-class Welcome:
+class Welcome(Value):
     """The hello was accepted.
 
     Attributes:
@@ -444,8 +427,7 @@ class Welcome:
     leader: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(Value):
     """This node does not fit the run and must not reconnect."""
 
     term: int
@@ -454,8 +436,7 @@ class Refused:
     code: int = 95
 
 
-@dataclass(frozen=True, slots=True)
-class Pulse:
+class Pulse(Value):
     """Heartbeat of the leader.
 
     Attributes:
@@ -477,8 +458,7 @@ class Pulse:
     parked: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotSource:
+class SnapshotSource(Value):
     """A node that serves a snapshot; see :class:`HeldSnapshot`."""
 
     address: str
@@ -487,8 +467,7 @@ class SnapshotSource:
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class MembersAlike:
+class MembersAlike(Value):
     """Members of a round that follow each other and have as many workers, of the same role."""
 
     count: int
@@ -496,8 +475,7 @@ class MembersAlike:
     role: str
 
 
-@dataclass(frozen=True, slots=True)
-class RoundOutline:
+class RoundOutline(Value):
     """All members of a large round, of which the order to form it lists only some.
 
     Attributes:
@@ -509,8 +487,7 @@ class RoundOutline:
     listed: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
+class Form(Value):
     """The round is formed and recorded: start its workers.
 
     Attributes:
@@ -532,8 +509,7 @@ class Form:
     index: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class DrainRound:
+class DrainRound(Value):
     """Have the round's workers stop after the same step, save and exit; then report them as stopped.
 
     Attributes:
@@ -550,8 +526,7 @@ class DrainRound:
     final: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Break:
+class Break(Value):
     """The round is over: stop its workers and report.
 
     Attributes:
@@ -568,8 +543,7 @@ class Break:
     suspects: tuple[Suspect, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class StartAhead:
+class StartAhead(Value):
     """Start the workers ahead of a place, and report :class:`Imported` when all of them wait for one.
 
     Sent to nodes that wait while the workers of a round are live. Until that report, only a round that lacks nodes is
@@ -580,8 +554,7 @@ class StartAhead:
     round: int
 
 
-@dataclass(frozen=True, slots=True)
-class Reach:
+class Reach(Value):
     """Try to connect to where the round's workers meet, until that succeeds, and report :class:`Reached`.
 
     Sent to nodes that wait while a round runs. Only a round that lacks nodes is formed with one that has not connected.
@@ -593,8 +566,7 @@ class Reach:
     port: int
 
 
-@dataclass(frozen=True, slots=True)
-class Depart:
+class Depart(Value):
     """This node must leave the run after a drain, within the given seconds."""
 
     term: int
@@ -602,24 +574,21 @@ class Depart:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class SaveNow:
+class SaveNow(Value):
     """Have the round's ranks write a durable checkpoint; sent only to the first member, whose rank informs all."""
 
     term: int
     round: int
 
 
-@dataclass(frozen=True, slots=True)
-class TakeStacks:
+class TakeStacks(Value):
     """Report where the node's workers stand."""
 
     term: int
     round: int
 
 
-@dataclass(frozen=True, slots=True)
-class Evicted:
+class Evicted(Value):
     """This node is no longer a member: kill its workers.
 
     Attributes:
@@ -633,31 +602,27 @@ class Evicted:
     anew: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class UserMessage:
+class UserMessage(Value):
     """Information for the node's user, such as what the run waits for."""
 
     term: int
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Released:
+class Released(Value):
     """Order to a node that left: its snapshot is no longer needed."""
 
     term: int
 
 
-@dataclass(frozen=True, slots=True)
-class PeerDone:
+class PeerDone(Value):
     """All workers of another node finished the round with exit code 0: workers of this node that hang may be killed."""
 
     term: int
     round: int
 
 
-@dataclass(frozen=True, slots=True)
-class Strike:
+class Strike(Value):
     """A fault of the drill happens now; sent to all nodes, so that it does not happen again under another leader.
 
     Attributes:
@@ -670,8 +635,7 @@ class Strike:
     node_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class LeftOut:
+class LeftOut(Value):
     """The run goes on without this node, which cannot do what the others do: stop and exit with the code.
 
     Attributes:
@@ -684,8 +648,7 @@ class LeftOut:
     failure: Failure | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RunEnd:
+class RunEnd(Value):
     """The run is over and recorded as such: stop and exit with the code.
 
     Attributes:
