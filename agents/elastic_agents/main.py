@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
 
 from elastic_agents.console import Consoles, announce, configure_logging, name_incidents
 from elastic_agents.inbox import Inbox, dropping, signals_to, withheld
@@ -36,7 +36,7 @@ from elastic_launch.errors import ExitCode
 from elastic_launch.events.incidents import Incidents
 from elastic_launch.events.sentences import last_saved, sentence
 from elastic_launch.events.sinks import JsonLines
-from elastic_launch.events.types import Event, EventSink, counted
+from elastic_launch.events.types import Event, counted
 from elastic_launch.observe.live import LiveLedger
 from elastic_launch.rendezvous.old_runs import prune
 from elastic_launch.secret import Token
@@ -47,9 +47,8 @@ from elastic_launch.system.threads import deaths_reported_to
 from elastic_launch.system.writer_thread import IDLE, Writer
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.agent.server.api import RunResult
-
     from elastic_agents.agent import NodeAgent
+    from elastic_agents.calls.process import Watcher
     from elastic_agents.live_view import LiveView
     from elastic_agents.outcome import NodeOutcome
     from elastic_agents.output_sinks import Kept
@@ -59,14 +58,6 @@ if TYPE_CHECKING:
     from elastic_launch.observe.metrics import NodeMetrics
     from elastic_launch.observe.node_watch import NodeWatch
     from elastic_launch.observe.present import Present
-
-    class Watcher(EventSink, Protocol):
-        """Observes an agent's start and end, and its events, which may come from several threads."""
-
-        def begun(self, agent: NodeAgent) -> None: ...
-
-        def ended(self, agent: NodeAgent, result: RunResult) -> None: ...
-
 
 _log = logging.getLogger("elastic_launch")
 

@@ -426,7 +426,10 @@ class Loop:
         return self._rounds.mesh is not None and not self._rules.optimizers.several
 
     def recover(self, error: RuntimeError, passes: Sequence[Outcome], *, in_pass: bool) -> Recovered:
-        """See :class:`StepOwner`.
+        """Take part in the next round after an error of a step, given its passes that are done.
+
+        Args:
+            in_pass: whether the script goes through the micro-batches, and can do so again.
 
         Raises:
             RuntimeError: the error, if this process is not to go on.
@@ -458,7 +461,10 @@ class Loop:
         return replace(recovered, done=received.last or self._last, again=received.step <= self._step)
 
     def pass_updated(self, passes: int) -> None:
-        """Note that so many passes of the current step are updated, here or by other ranks."""
+        """Note that so many passes of the current step are updated, here or by other ranks.
+
+        Called if a step may have several, or if other ranks have done it.
+        """
         received = self._received
         if received is not None and not self._is_midway:
             return  # the whole step was done by other ranks
@@ -555,7 +561,7 @@ class Loop:
             )
 
     def origin(self, step: int, micro: int) -> str:
-        """See :class:`StepOwner`."""
+        """Describe the samples of a micro-batch, and the newest checkpoint, for errors."""
         checkpoint, saved = self._checkpoint, "none: checkpoint= was not given"
         if checkpoint is not None:
             try:
@@ -565,12 +571,12 @@ class Loop:
         return f"The micro-batch has {self._epochs.contents(step, micro)}. Newest checkpoint: {saved}."
 
     def verified(self) -> None:
-        """See :class:`StepOwner`."""
+        """All ranks agree about the current step's micro-batches: compare the states that it begins with, too."""
         self.engine.compare(self._step)
         self.engine.saver.agree_after(self._step + 1)
 
     def corrupted(self, liars: Sequence[int]) -> NoReturn:
-        """See :class:`StepOwner`.
+        """Leave the round, since ranks differ about the current step: these have computed wrong, if any are known.
 
         Raises:
             CorruptionError: if this rank is one of these; its process ends.

@@ -15,7 +15,7 @@ import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,12 +24,10 @@ from elastic_launch.errors import REPEATS_NOTE, ElasticLaunchError, UsageError
 from elastic_launch.training.checkpoints.resumed import Outcome
 from elastic_launch.training.data.batches import versions
 from elastic_launch.training.data.epochs import Epochs
-from elastic_launch.training.engine import Engine
 from elastic_launch.training.gradients.accumulation import Bits, ExactGradients
 from elastic_launch.training.gradients.means import Means
 from elastic_launch.training.live.rehearsal import unchanged
 from elastic_launch.training.passes import Pass, Share
-from elastic_launch.training.positions import Positions
 from elastic_launch.training.purity import Outputs, StepWatch, differs, due
 from elastic_launch.training.randomness import derive, drop_second_normal, kept, left_seeded, seed_all
 from elastic_launch.training.ranks import collectives
@@ -39,6 +37,9 @@ from elastic_launch.training.together import OptimizerSteps
 from elastic_launch.training.verification import Digests, compared, culprit
 from elastic_launch.training.verifying import StepCheck, digest_of
 from elastic_launch.training.wrapped import whole
+
+if TYPE_CHECKING:
+    from elastic_launch.training.loop import Loop
 
 _PLAIN = nullcontext()
 
@@ -69,32 +70,6 @@ class StepRules:
     verify: bool = False  # whether checked steps give a micro-batch twice
 
 
-class StepOwner(Protocol):
-    """What a step needs of the loop that has made it."""
-
-    engine: Engine
-    positions: Positions
-
-    def recover(self, error: RuntimeError, passes: Sequence[Outcome], *, in_pass: bool) -> Recovered:
-        """Take part in the next round after an error, given the passes that are done; or raise the error.
-
-        Args:
-            in_pass: whether the script goes through the micro-batches, and can do so again.
-        """
-
-    def pass_updated(self, passes: int) -> None:
-        """Note that so many passes are updated; called if a step may have several, or if other ranks have done it."""
-
-    def origin(self, step: int, micro: int) -> str:
-        """Describe the samples of a micro-batch, and the newest checkpoint, for errors."""
-
-    def verified(self) -> None:
-        """All ranks agree about the current step's micro-batches: compare the states that it begins with, too."""
-
-    def corrupted(self, liars: Sequence[int]) -> NoReturn:
-        """Leave the round, since ranks differ about the current step: these have computed wrong, if any are known."""
-
-
 class Transaction:
     """One optimizer step of a loop. The script gets a :class:`elastic_launch.Step` of it.
 
@@ -115,7 +90,7 @@ class Transaction:
 
     def __init__(
         self,
-        owner: StepOwner,
+        loop: Loop,
         rules: StepRules,
         epochs: Epochs,
         number: int,
@@ -137,8 +112,8 @@ class Transaction:
         self.data_s = self.exchange_s = 0.0
         self.broken_off = False
         self._again = again
-        self._owner = owner
-        self._rounds = owner.engine.rounds
+        self._loop = loop
+        self._rounds = loop.engine.rounds
         self._rules = rules
         self._epochs = epochs
         self._pass = Pass(share, len(rules.metrics))
@@ -207,7 +182,7 @@ class Transaction:
                 yield from self._samples_of_pass()
             gradients.reshard()  # the script may have left parameters gathered, which are other objects
             if not self.too_large:
-                self._owner.positions.pass_ends(self.number, gradients.refuse_changes)
+                self._loop.positions.pass_ends(self.number, gradients.refuse_changes)
         self._pass.current = None
         if self._check is not None:
             with kept(devices=True):
@@ -237,7 +212,7 @@ class Transaction:
             return False
         self._rounds.groups.disconnect()  # so that no exchange that is under way is waited for
         self._pass.abandon()
-        recovered = self._owner.recover(error, self._done, in_pass=in_pass)
+        recovered = self._loop.recover(error, self._done, in_pass=in_pass)
         self._error = None
         self._drawn.clear()
         self._moved |= self._passes > 1 or bool(recovered.passes)
@@ -264,7 +239,7 @@ class Transaction:
                     sample = self._sample(number)
                 except Exception as error:
                     where = f"micro-batch {micro.index} of step {self.number} was loaded"
-                    origin = self._owner.origin(self.position.step, micro.index)
+                    origin = self._loop.origin(self.position.step, micro.index)
                     error.add_note(f"  It was raised when {where}. {origin}")
                     raise
             self.data_s += time.perf_counter() - began
@@ -371,10 +346,10 @@ class Transaction:
         comparison = compared(assignment, own, again)
         if comparison.data:
             micro = comparison.data[0]
-            raise _data_differ(f"step {self.number}, micro-batch {micro}", self._owner.origin(step, micro))
+            raise _data_differ(f"step {self.number}, micro-batch {micro}", self._loop.origin(step, micro))
         if not comparison.disputes:
             with self._noting_errors():
-                self._owner.verified()
+                self._loop.verified()
             return
         if assignment.machines:
             with self._noting_errors():
@@ -390,7 +365,7 @@ class Transaction:
             for dispute, results in zip(comparison.disputes, second, strict=True):
                 first = {dispute.author: own[dispute.author].result, dispute.checker: again[dispute.checker].result}
                 liars.add(culprit(dispute, first, results))
-            self._owner.corrupted(sorted(rank for rank in liars if rank is not None))
+            self._loop.corrupted(sorted(rank for rank in liars if rank is not None))
 
     def _given_again(self, watch: StepWatch, gradients: ExactGradients) -> Generator[Any, None, Bits]:
         return self._computed_again(watch.sample(), self.share.plan.micro_batches[0].index, gradients)
@@ -428,7 +403,7 @@ class Transaction:
         if self._left_out:
             drop_second_normal()  # as the micro-batches do on the other ranks
             return
-        self._owner.positions.pass_begins()
+        self._loop.positions.pass_begins()
         self._start_pass()
 
     def _start_pass(self) -> None:
@@ -456,7 +431,7 @@ class Transaction:
 
     def backward(self, loss: Tensor, weight: float | None, metrics: Mapping[str, Tensor | float]) -> None:
         """Run the backward pass of the current micro-batch; see :meth:`elastic_launch.Step.backward`."""
-        self._owner.engine.trainings.refuse_swapped("step.backward()")
+        self._loop.engine.trainings.refuse_swapped("step.backward()")
         this, plan, gradients = self._pass, self.share.plan, self.share.gradients
         if self._empty:
             self._empty = False
@@ -489,7 +464,7 @@ class Transaction:
             if this.current == plan.grad_accum - 1 and gradients.talks_in_between and gradients.on_cpu:
                 # Overlaps with the backward pass, which talks to other ranks anyway. Reading a GPU's loss would delay
                 # it.
-                this.post(self._owner.engine)
+                this.post(self._loop.engine)
             with gradients.backward(this.current):
                 gradients.differentiate(to_do)
         except BaseException as error:
@@ -554,7 +529,7 @@ class Transaction:
 
     def update(self, clip_norm: float | None, optimizer: str | None) -> None:
         """Step the optimizers; see :meth:`elastic_launch.Step.update`."""
-        self._owner.engine.trainings.refuse_swapped("step.update()")
+        self._loop.engine.trainings.refuse_swapped("step.update()")
         if isinstance(clip_norm, str):
             raise UsageError(f"step.update({clip_norm!r}): clip_norm comes first.", "Write step.update(optimizer=...).")
         chosen = self._rules.optimizers.chosen("update", optimizer)
@@ -562,7 +537,7 @@ class Transaction:
             if not self._done_elsewhere:
                 self.loss, self.metrics = self._done[self._passes - 1]
             self._open = False
-            self._owner.pass_updated(self._passes)
+            self._loop.pass_updated(self._passes)
             return
         came, hint, accum = "", "Call it once, after the loop over the step.", self.share.plan.grad_accum
         if not self._open:
@@ -607,7 +582,7 @@ class Transaction:
             if not self._goes_on(error, in_pass=False):
                 raise
             self._open = False
-            self._owner.pass_updated(self._passes)
+            self._loop.pass_updated(self._passes)
             return
         if not means.correction:
             gradients.discard()
@@ -617,7 +592,7 @@ class Transaction:
         gradients.finish_buffers()
         if self.number == 1:
             optimizers.warn_without_gradients(chosen, gradients, f"pass {self._passes} of the first step")
-        self._owner.engine.saver.settle()
+        self._loop.engine.saver.settle()
         gradients.waiting = False
         self._skips = optimizers.step(chosen)
         self._end_pass(means)
@@ -628,7 +603,7 @@ class Transaction:
         self._open = False
         self._done.append((self.loss, self.metrics))
         if self._rules.optimizers.several:
-            self._owner.pass_updated(len(self._done))
+            self._loop.pass_updated(len(self._done))
 
     def exchange(self) -> None:
         """Exchange losses and gradients with all ranks, once per pass."""
@@ -637,7 +612,7 @@ class Transaction:
             return
         if this.exchanged:
             raise self._misuse(f"step {self.number}: the exchange of gradients failed.", "See the error before.")
-        this.exchange(self._owner.engine, self.samples, f"step {self.number}")
+        this.exchange(self._loop.engine, self.samples, f"step {self.number}")
         self.too_large = self.all_know = this.too_large
 
     def _check_losses(self) -> None:
@@ -652,7 +627,7 @@ class Transaction:
         where = f"The loss is {loss} in step {self.number}, micro-batch {index}"
         error = NonFiniteLossError(
             f"{where}, on rank {rank}.",
-            f"{reason}. {self._owner.origin(self.position.step, index)} If it diverges, a lower learning rate helps, "
+            f"{reason}. {self._loop.origin(self.position.step, index)} If it diverges, a lower learning rate helps, "
             "or clipping gradients: step.update(clip_norm=1.0) or Trainer(clip_norm=1.0); with fp16, bf16 instead.",
         )
         if gradients.exact:

@@ -86,8 +86,8 @@ def main(order: int, report: int, server: int = 0, orders: int = -1, source: int
     exiting(lambda: _run(config, ordered.level, report, begun, pipe))
 
 
-class _Watcher:
-    """Observes the agent for the caller."""
+class Watcher:
+    """Observes the agent's start and end, and its events, which may come from several threads, for the caller."""
 
     def __init__(self, config: LaunchConfig, pipe: MetricPipe | None) -> None:
         self._config = config
@@ -114,7 +114,7 @@ class _Watcher:
 def _run(config: LaunchConfig, level: int | None, report: int, begun: Bootstrap | None, pipe: MetricPipe | None) -> int:
     from elastic_agents.main import run
 
-    watcher = _Watcher(config, pipe)
+    watcher = Watcher(config, pipe)
     told = watcher.told
     try:
         code = run(config, begun, level=level, watcher=watcher)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,9 @@ from elastic_launch.training.randomness import derive
 from elastic_launch.training.ranks.checksum import checksums
 from elastic_launch.training.ranks.mesh import RankGroup, ReplicaMesh
 from elastic_launch.training.wrapped import local
+
+if TYPE_CHECKING:
+    from elastic_launch.training.flips import Flips
 
 
 def check_model(model: nn.Module) -> None:
@@ -87,16 +90,6 @@ class Bits:
             if len(mine) != len(theirs) or not all(map(torch.equal, mine, theirs)):
                 return f"gradient of {name}"
         return None
-
-
-class Spoiler(Protocol):
-    """Computes wrong without an error, see `flips`."""
-
-    def spoil_gradient(self, which: int, gradient: Tensor, count: int) -> None:
-        """Change the gradient of a micro-batch, that of one of ``count`` parameters."""
-
-    def spoil_sums(self, gradients: Sequence[Tensor]) -> None:
-        """Change the gradients that all ranks have summed."""
 
 
 class Gradients:
@@ -155,7 +148,7 @@ class Gradients:
             for each in getattr(optimizer, "optimizers", {"": optimizer}).values()
             if hasattr(each, "_optimizer_step_pre_hooks")  # an optimizer that only wraps others lacks it
         ]
-        self.spoiler: Spoiler | None = None  # flips bits, as a plan of faults says
+        self.spoiler: Flips | None = None  # flips bits, as a plan of faults says
         self._taking = False
         self._recorded: tuple[Bits, ...] = ()
         self._repeats = False  # whether gradients are only recorded
