@@ -11,7 +11,6 @@ class Clock(Protocol):
 
     def now(self) -> float:
         """Return the seconds since an arbitrary time; never decreases."""
-        ...
 
 
 class MonotonicClock:

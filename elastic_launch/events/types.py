@@ -74,7 +74,6 @@ class EventSink(Protocol):
 
     def emit(self, event: Event) -> None:
         """Record the event; never blocks for long and never raises."""
-        ...
 
 
 # Decisions of the leader.

@@ -87,7 +87,6 @@ class Backend(Protocol):
         Raises:
             RendezvousError: if that fails.
         """
-        ...
 
     def find_leader(self, timeout: float) -> FoundLeader:
         """Return where the leader should be, or fail within about ``timeout`` seconds.
@@ -95,7 +94,6 @@ class Backend(Protocol):
         Raises:
             RendezvousError: if it cannot be found now; ``RefusedError`` if retrying cannot help.
         """
-        ...
 
     def unreachable(self, found: FoundLeader, *, refused: bool, silent_for: float = 0.0, seen_round: int = 0) -> None:
         """Record that a leader cannot be reached.
@@ -108,7 +106,6 @@ class Backend(Protocol):
 
     def reached(self, order: m.Order) -> None:
         """Record that the leader is alive: it sent an order that this node obeys."""
-        ...
 
     def unsure_for(self) -> float:
         """Seconds since this node, if it leads or led last, verified that no other node leads."""
@@ -120,7 +117,6 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Stop leading and release everything."""
-        ...
 
 
 class C10dBackend(Backend):

@@ -18,7 +18,6 @@ class ControlStore(Protocol):
         Raises:
             StoreError: if the store did not answer within timeout seconds.
         """
-        ...
 
     def compare_and_set(self, expected: bytes | None, value: bytes, timeout: float) -> bool:
         """Write ``value`` if the current one equals ``expected`` (None: if there is none); return whether it did.
@@ -26,7 +25,6 @@ class ControlStore(Protocol):
         Raises:
             StoreError: if the outcome could not be learned within timeout seconds.
         """
-        ...
 
     def renew(self, timeout: float) -> bytes | None:
         """Return the value, for the node that wrote it last: a store that protects its last writer goes on with that.
@@ -42,4 +40,3 @@ class ControlStore(Protocol):
 
     def close(self) -> None:
         """Release what the store holds."""
-        ...

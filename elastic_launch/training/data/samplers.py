@@ -56,7 +56,6 @@ class Sampler(Protocol):
         Returns:
             One integer for each position, 0 to ``len(dataset) - 1``: a tensor of the same shape, or a sequence.
         """
-        ...
 
 
 class InOrder:
