@@ -15,15 +15,12 @@ from elastic_launch.events.sentences import ending, how_failed
 from elastic_launch.events.types import OrderReceived, counted
 from elastic_launch.failure import Failure
 from elastic_launch.rendezvous.wire import messages as m
-from elastic_launch.system.plain_text import clipped, one_line
+from elastic_launch.system.plain_text import clipped, one_line, some
 
 _log = logging.getLogger("elastic_launch.agent")
 
-_SHOWN = 4
-"""Maximum number of processes in a line."""
-
 _LONGEST = 100
-"""Maximum number of bytes of a command there."""
+"""Maximum number of bytes of a command in a list of processes."""
 
 _spared: set[int] = set()
 """Signals already reported as not forwarded to some workers."""
@@ -66,9 +63,8 @@ def forwarded(number: int, spared: list[int]) -> None:
 def children(pids: Collection[int], what: str) -> None:
     """Print which processes finished workers have left behind, and what this agent does about them."""
     named = [f"{clipped(one_line(command), _LONGEST)} (pid {pid})" for pid in pids if (command := command_of(pid))]
-    more = f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
     if named:
-        _log.info("processes that workers have left behind still run, %s: %s%s", what, ", ".join(named[:_SHOWN]), more)
+        _log.info("processes that workers have left behind still run, %s: %s", what, some(named))
 
 
 def kept(start: StartWorkers, started: int, missing: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 
 _STYLES = re.compile(r"\x1b\[[0-9;:]*[mK]")
 
@@ -32,6 +33,13 @@ def clipped(text: str, most: int) -> str:
     while (left := left - _size(text[kept])) >= 0:
         kept += 1
     return f"{text[:kept]} [... {len(text) - kept} more characters]"
+
+
+def some(names: Iterable[str], most: int = 4) -> str:
+    """Return the first of some names, and how many more there are."""
+    names = [*names]
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def _size(text: str) -> int:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 
 from elastic_launch.errors import UsageError
+from elastic_launch.system.plain_text import some
 from elastic_launch.training.checkpoints.state import TrainingState
 from elastic_launch.training.checkpoints.step_start import Start, StepStart
 from elastic_launch.training.rounds import WorkerRounds
@@ -19,9 +20,6 @@ FIRST = 3
 
 SHARE = 0.002
 """Fraction of the time that it may cost to look what passes change, except in exact mode."""
-
-_SHOWN = 4
-"""Maximum number of names in a message."""
 
 
 class Positions:
@@ -109,12 +107,12 @@ class Positions:
             return
         if found:
             self._ends_with_round(
-                f"the script changed {_some(found)} between the start of a step and its first micro-batch",
+                f"the script changed {some(found)} between the start of a step and its first micro-batch",
                 "Do it right after step.update()",
             )
         elif self._start.blind:
             self._ends_with_round(
-                f"what the script does to {_some(self._start.blind)} between the start of a step and its first "
+                f"what the script does to {some(self._start.blind)} between the start of a step and its first "
                 "micro-batch is not known, since its state_dict() is slow, or returns other tensors each time",
                 "Return the tensors themselves",
             )
@@ -142,7 +140,7 @@ class Positions:
         if not found:
             return
         refuse()
-        what = f"step {number}: between its micro-batches, the script or the model changed {_some(found)}"
+        what = f"step {number}: between its micro-batches, the script or the model changed {some(found)}"
         if self._exact:
             raise UsageError(
                 f"exact=True: {what}, so the result would depend on how many ranks share them.",
@@ -156,8 +154,3 @@ class Positions:
                 "it after step.update(), once for each step",
                 what,
             )
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

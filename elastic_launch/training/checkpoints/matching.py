@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-_SHOWN = 4
-"""Maximum number of names in a message."""
+from elastic_launch.system.plain_text import some
 
 _LATER = {"foreach", "fused", "capturable", "differentiable", "maximize", "decoupled_weight_decay", "param_names"}
 """Optimizer settings that newer versions of torch added; torch uses their defaults if they are missing."""
@@ -123,6 +122,4 @@ def other_dtype(module: nn.Module, saved: Any) -> str:
 
 
 def _some(names: Iterable[str]) -> str:
-    names = [repr(name) for name in names]
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    return some(map(repr, names))
