@@ -15,6 +15,7 @@ from elastic_launch.codec import between
 from elastic_launch.config.launch_config import Limits
 from elastic_launch.errors import ProtocolError, UsageError
 from elastic_launch.events.facts import ClosedBy
+from elastic_launch.values import Value
 
 SCHEMA = 2
 
@@ -86,8 +87,7 @@ class Member:
         return self.slots or tuple(range(self.workers))
 
 
-@dataclass(frozen=True)  # without slots, for the cached property
-class Round:
+class Round(Value):
     """The nodes that train together, in rank order. Number 0 means that no round has been formed yet."""
 
     number: int = 0
@@ -130,8 +130,7 @@ class Round:
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class Leader:
+class Leader(Value):
     """The leader, and where it listens for links.
 
     Attributes:
@@ -144,16 +143,14 @@ class Leader:
     port: int
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(Value):
     """How the run ended: the exit code of its nodes, and the cause."""
 
     code: int
     cause: str
 
 
-@dataclass(frozen=True, slots=True)
-class FaultyNode:
+class FaultyNode(Value):
     """A node whose workers fail again and again, as of when the round was formed; see ``leader.exclusion``.
 
     Attributes:
@@ -168,8 +165,7 @@ class FaultyNode:
     faults: tuple[Seconds, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class RefusedHost:
+class RefusedHost(Value):
     """A host whose nodes were left out, as of when that was recorded; see ``leader.newcomers``.
 
     Attributes:
@@ -184,8 +180,7 @@ class RefusedHost:
     failure: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class ControlRecord:
+class ControlRecord(Value):
     """The persistent state of a run.
 
     Attributes:
