@@ -321,11 +321,11 @@ class Elsewhere:
     def __init__(self, step: el.Step, passes: list[tuple[float, dict[str, float]]], loop: Any) -> None:
         self.updated: list[int] = []
         self.recovered, self._step, self._passes, self._loop = 0, step._transaction, passes, loop
-        owner = step._transaction._owner
+        owner = step._transaction._loop
         self.engine = self.rounds = self.groups = self
         self.saver, self.agreement, self.positions = owner.engine.saver, owner.engine.agreement, owner.positions
         self.trainings = owner.engine.trainings
-        self._step._owner = self._step._rounds = self  # type: ignore[assignment]
+        self._step._loop = self._step._rounds = self  # type: ignore[assignment]
 
     is_over = False
 
