@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -103,27 +102,3 @@ def test_what_others_have_written_is_no_error(branch: object) -> None:
     assert order(meta, 2, 3) == (0, 2, 3)
     assert leads_to(5, 5, meta, 6)
     assert not same_run(meta, _meta(FIRST))
-
-
-def test_what_a_run_saves_after_its_epoch_was_raised_is_newer_and_still_its_own(tmp_path: Path) -> None:
-    raised = replace(FIRST, epoch=FIRST.epoch + 3)
-    _save(tmp_path, replace(FIRST, round=9, since=9, epoch=FIRST.epoch + 2, began=FIRST.epoch + 2), 50)
-    newest = _save(tmp_path, raised, 5)
-    _save(tmp_path, FIRST, 4)
-    assert _there(tmp_path)[0] == newest
-    assert same_run(_meta(raised), _meta(FIRST))
-    later = following(FIRST.round + 1, "run", _meta(raised), 0)
-    assert (later.epoch, later.began) == (raised.epoch, raised.began)
-
-
-def test_a_directory_is_another_runs_unless_this_run_has_marked_it_or_saved_there(tmp_path: Path) -> None:
-    mine = _meta(FIRST)
-    assert owner.left_by(tmp_path, mine) == 0, "there is nothing"
-    owner.claim(tmp_path, "run", epoch=FIRST.epoch)
-    assert owner.left_by(tmp_path, mine) == 0
-    owner.claim(tmp_path, "another", epoch=4)
-    assert owner.left_by(tmp_path, mine) == 4
-    owner.claim(tmp_path, "run", epoch=5)
-    assert owner.left_by(tmp_path, mine) == 5, "an earlier run of the same id"
-    _save(tmp_path, FIRST, 4)
-    assert owner.left_by(tmp_path, mine) == 0, "the other one has taken it since"

@@ -245,7 +245,7 @@ def test_a_run_in_an_old_directory_numbers_its_branches_apart(node: Node) -> Non
     saved = node.saved(50, 9)
     step, first = node.resumes(1)
     base = 9, str(saved.path)
-    assert (step, first) == (9, Branch(51, 50, 51, epoch=1, line=((50, 9),), base=base, began=1))
+    assert (step, first) == (9, Branch(51, 50, 51, epoch=1, line=((50, 9),), base=base))
     node.remembers(51, 20, first)
     shutil.rmtree(node.directory)
     _, second = node.resumes(2)

@@ -3,8 +3,7 @@
 Pure, and needs no torch. A branch is one start of a training: :mod:`elastic_launch.training.checkpoints.branches`
 numbers them, such that numbers rise from the state that a start resumes from to its own. They need not rise from one
 run to the next: a node of the earlier run may have been through rounds of which the later one cannot know. So the
-trainings that take a location are counted, too: a checkpoint of a later one is newer, whatever the numbers are. A run
-counts itself again when it takes the directory of a node that joins late, if that one had counted further.
+trainings that take a location are counted, too: a checkpoint of a later one is newer, whatever the numbers are.
 """
 
 from __future__ import annotations
@@ -30,11 +29,8 @@ def epoch_of(meta: Mapping[str, Any]) -> int | None:
 
 def same_run(meta: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two states are of one run: under its id, and numbered from the same start."""
-    mine, others = (
-        (branch.get("run"), branch.get("since"), branch.get("began", branch.get("epoch")))
-        for branch in (_branch(meta), _branch(other))
-    )
-    return mine == others
+    mine, others = _branch(meta), _branch(other)
+    return all(mine.get(key) == others.get(key) for key in ("run", "since", "epoch"))
 
 
 def nonce_in(meta: Mapping[str, Any], round: int, step: int) -> str:

@@ -10,13 +10,11 @@ from __future__ import annotations
 import json
 import secrets
 import socket
-from collections.abc import Mapping
 from typing import Any
 
 from elastic_launch.snapshot.errors import MalformedError, TakenError, writing
 from elastic_launch.snapshot.location import Place
-from elastic_launch.snapshot.storage.lineage import epoch_of, same_run
-from elastic_launch.snapshot.storage.listing import find, storage_at
+from elastic_launch.snapshot.storage.listing import storage_at
 
 OWNER = "owner.json"
 _FORMAT = "elastic-launch owner"
@@ -53,24 +51,6 @@ def other_owner(where: Place, run: str) -> str:
     """Return the id of the run that took a directory or URL last; empty if it was this run or none."""
     found = _read(where)
     return "" if found is None or found.get("run") == run else f"{found.get('run')!r:.80}"
-
-
-def left_by(where: Place, meta: Mapping[str, Any]) -> int:
-    """Return the highest epoch in a location that another run has left; 0 if it has none.
-
-    A location is another run's if its mark is, and it has no checkpoint of the run that ``meta`` is of: else the other
-    one has taken it since.
-
-    Raises:
-        CheckpointError: if it cannot be read.
-    """
-    mark, branch = _read(where), meta["branch"]
-    found = find(where)
-    if mark is None or (mark.get("run") == branch["run"] and mark["epoch"] <= branch["epoch"]):
-        return 0
-    if any(same_run(info.meta, meta) for info in found):
-        return 0
-    return max([int(mark["epoch"]), *(epoch_of(info.meta) or 0 for info in found)])
 
 
 def check(where: Place, owner: str, *, take: bool = False, epoch: int | None = None, claims: bool = True) -> None:

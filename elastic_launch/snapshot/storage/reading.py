@@ -111,7 +111,7 @@ def newest(
         on_damaged: called once with the error of each checkpoint that is skipped, since it is damaged or foreign, or
             cannot be read and seems to be older than the one that is returned; it may raise to refuse that.
         above: consider only checkpoints newer than this (round, step).
-        epoch: consider only checkpoints of trainings that took the location as this one or later; see ``lineage``.
+        epoch: consider only checkpoints of the training that took the location as this one; see ``lineage``.
         step: consider only checkpoints of this step.
         parts, taking: as for :func:`load`.
 
@@ -141,7 +141,7 @@ def newest(
         try:
             found = find(directory, look)
             found = [x for x in found if above is None or (x.round, x.step) > above]
-            found = [x for x in found if epoch is None or order_of(x)[0] >= epoch]
+            found = [x for x in found if epoch in (None, order_of(x)[0])]
             wanted = [x for x in found if step in (None, x.step)]
             least = max([above or (-1, -1), *((x.round, x.step) for x in wanted[:1])])
             for error in unread:

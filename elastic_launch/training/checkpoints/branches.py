@@ -28,12 +28,10 @@ class Branch:
     epoch: int = 0  # how many trainings have taken the location, up to this one
     line: tuple[tuple[int, int], ...] = ()  # the states that it and those before it resumed from: round and step
     base: tuple[int, str] | None = None  # step and place of the durable state that the run resumed from last
-    began: int = 0  # the epoch with which the run began; it may get a higher one, see CheckpointManager.go_on
 
     def meta(self, run: str) -> dict[str, Any]:
         """Return what a saved state records of the branch, for :func:`following`."""
         known: dict[str, Any] = {"run": run, "ahead": self.ahead, "since": self.since, "epoch": self.epoch}
-        known |= {"began": self.began}
         return known | {"line": [list(state) for state in self.line], "base": self.base and list(self.base)}
 
 
@@ -64,13 +62,11 @@ def following(
     line = [*((int(round), int(step)) for round, step in known.get("line", ())), *([parent] if parent else [])]
     if base is None and same and known["base"] is not None:
         base = int(known["base"][0]), str(known["base"][1])
-    epoch = int(known["epoch"]) if same else taken + 1
     return Branch(
         number,
         number - world_round,
         int(known["since"]) if same else number,
-        epoch,
+        int(known["epoch"]) if same else taken + 1,
         tuple(line[-LONGEST_LINE:]),
         base,
-        int(known.get("began", epoch)) if same else epoch,
     )

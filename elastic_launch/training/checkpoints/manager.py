@@ -30,7 +30,7 @@ from elastic_launch.snapshot.stall import while_advancing
 from elastic_launch.snapshot.storage.directory import check_writable
 from elastic_launch.snapshot.storage.lineage import epoch_of, same_run
 from elastic_launch.snapshot.storage.listing import positions
-from elastic_launch.snapshot.storage.owner import claim, epoch_in, left_by, other_owner, owned_by
+from elastic_launch.snapshot.storage.owner import claim, epoch_in, other_owner, owned_by
 from elastic_launch.snapshot.storage.reading import Taking
 from elastic_launch.snapshot.storage.shares import OwnShare, nonce_of
 from elastic_launch.snapshot.storage.url_storage import try_out
@@ -189,7 +189,6 @@ class CheckpointManager:
         self._owner = owned_by(run_id())
         self._writers = writers(self.directory, world)
         self._begin(world, meta, position)
-        self._replace_earlier(world)
         self._last_step = min(step for (step,) in numbers_of_all(world, [standing[0]]))
         self._last_time = time.monotonic() - standing[1]
 
@@ -513,26 +512,6 @@ class CheckpointManager:
         except snapshot.CheckpointError:
             # The first save reports the error, unless there is room again by then.
             self._owner = owned_by(run_id()) if world.round else ""
-
-    def _replace_earlier(self, world: World) -> None:
-        """Take the own directory of a node that was not in the run when it began, if an earlier run has left it.
-
-        That run's checkpoints may have higher epochs than this one's, on all nodes: states get a higher one from here
-        on, or the next start would go on from that run. Called by all ranks.
-        """
-        left = 0
-        if self.writes and world.rank:
-            look = partial(left_by, self.directory, {"branch": self.branch.meta(run_id())})
-            try:
-                left = within(LOOK_TIMEOUT, f"to read {self.directory}", look)
-            except (snapshot.CheckpointError, TimeoutError) as error:
-                _log.warning("it is not known whether another run has left %s: %s", self.directory, error)
-        highest = max(numbers_of_all(world, [left]))[0]
-        if highest:
-            self.branch = replace(self.branch, epoch=max(self.branch.epoch, highest + 1))
-        if left:
-            with suppress(snapshot.CheckpointError):  # the first save reports it, unless there is room again by then
-                claim(self.directory, run_id(), epoch=self.branch.epoch)
 
     def _begin(
         self,
