@@ -329,8 +329,10 @@ class TracedRun:
             assert record is not None
             assert record.end is not None, "an end was ordered before the record had it"
 
-    def links(self) -> Iterable[tuple[Talk, Talk]]:
-        """Each link that a leader has accepted, as the leader has it and as the node has it.
+    def links(self) -> Iterable[tuple[Talk, list[Talk]]]:
+        """Each link that a leader has accepted, and the node's links that it may be.
+
+        A node greets a frozen leader in the same way on each link, until one is answered.
 
         Raises:
             Drift: a leader was greeted by a node that has not done so.
@@ -342,7 +344,7 @@ class TracedRun:
                 theirs = [x for node in nodes for x in node.talks if x.reports[:1] == [hello] and x.at <= talk.at]
                 if not theirs:
                     raise Drift(f"no node has said {hello}")
-                yield talk, theirs[-1]
+                yield talk, theirs
 
 
 def replay(lines: Sequence[Line], *, disturbed: bool = False) -> TracedRun:
@@ -368,12 +370,23 @@ def replay(lines: Sequence[Line], *, disturbed: bool = False) -> TracedRun:
             raise Drift(f"{error or traceback.format_exc(limit=-1)}\nafter\n{before}") from error
         if last[line.process] == index:
             run.over(line.process)
-    for leader, node in run.links():
-        _begins(leader.reports, node.reports, "a leader got reports that the node has not sent, or in another order")
-        _begins(node.orders, leader.orders, "a node got orders that the leader has not sent, or in another order")
+    for leader, nodes in run.links():
+        drifts = [drift for node in reversed(nodes) if (drift := _drift(leader, node)) is not None]
+        if len(drifts) == len(nodes):
+            raise drifts[0]
     for each in run.all:
         _begins(each.obeyed, each.heard, "an agent obeyed orders that its link has not brought, or in another order")
     return run
+
+
+def _drift(leader: Talk, node: Talk) -> Drift | None:
+    """Return what was lost or exchanged, if these are the two ends of a link."""
+    try:
+        _begins(leader.reports, node.reports, "a leader got reports that the node has not sent, or in another order")
+        _begins(node.orders, leader.orders, "a node got orders that the leader has not sent, or in another order")
+    except Drift as drift:
+        return drift
+    return None
 
 
 def _begins(found: Sequence[Any], whole: Sequence[Any], why: str) -> None:
