@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from harness import wait_for
@@ -63,6 +64,14 @@ def pipe() -> Iterator[Pipe]:
         pipe.drain()
     os.close(pipe.source)
     os.close(pipe.sink)
+
+
+def test_a_call_that_a_file_system_refuses_does_not_end_the_thread(pipe: Pipe, tmp_path: Path) -> None:
+    writer = pipe.writer_with(limit=20_000, patience=30)
+    assert writer.put(lambda data: os.listdir(tmp_path / "missing"))
+    assert writer.put(pipe.write, LINE)
+    assert writer.flush()
+    assert pipe.read() == LINE
 
 
 def test_a_slow_reader_gets_all_from_a_writer_that_waits(pipe: Pipe) -> None:

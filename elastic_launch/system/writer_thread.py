@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from typing import TypeVar
 
 from elastic_launch.system.threads import VitalThread
@@ -21,7 +22,7 @@ from elastic_launch.system.threads import VitalThread
 T = TypeVar("T")
 
 Write = Callable[[bytes], object]
-"""Writes the data; may block forever. Must not raise."""
+"""Writes the data; may block forever. An OSError that it raises is ignored; it must not raise anything else."""
 
 Lost = Callable[[int, float], object]
 """Called with the number of lines dropped, and the seconds for which nothing was accepted."""
@@ -171,7 +172,8 @@ class Writer:
                     return
                 write, data = self._queue.popleft()
             self._since = time.monotonic()
-            write(data)
+            with suppress(OSError):  # what a file system refuses ends no thread that others depend on
+                write(data)
             self._since = 0.0
             self._done(len(data) + OVERHEAD)
 

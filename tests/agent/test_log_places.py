@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import time
 from contextlib import closing
@@ -49,3 +50,17 @@ def test_an_exception_is_copied_before_its_directory_is_removed(tmp_path: Path) 
     assert not logs.error_file.parent.exists()
     assert logs.kept_error is not None
     assert logs.kept_error.read_text() == "what it raised"
+
+
+def test_a_directory_for_temporary_files_that_cannot_be_listed_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    config = LaunchConfig(Command(("true",), ("true",)), log_dir=tmp_path)
+    with closing(Writer("files", limit=1 << 20, patience=3.0)) as files, closing(LogPlaces(config, files)) as places:
+        places.made = lambda local: shutil.rmtree(local.parent)  # before it is listed: root may list any that is there
+        logs = places.prepare(1, [PLACEMENT], lambda placement, error_file: {}, {})[0][0]
+        assert files.flush()
+        assert logs.kept_error is not None
+        assert logs.kept_error.parent.is_dir()

@@ -205,10 +205,9 @@ def _remove_left(parent: Path, data: bytes) -> None:
 
 
 def _remove_others(directory: Path, names: Collection[str], data: bytes) -> None:
-    with suppress(OSError):
-        for path in directory.iterdir():
-            if path.name not in names:
-                shutil.rmtree(path, ignore_errors=True)
+    for path in directory.iterdir():
+        if path.name not in names:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _make_room(error_files: Sequence[Path]) -> None:
