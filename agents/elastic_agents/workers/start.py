@@ -47,6 +47,7 @@ class _Staggered:
     Attributes:
         number: number of their round; 0 if they start ahead of one.
         left: placements of the workers that are not started yet, in order.
+        failed: why none of them can be started.
     """
 
     number: int
@@ -54,6 +55,7 @@ class _Staggered:
     left: list[Placement | NoPlacement]
     envs: Mapping[int, Mapping[str, str]]
     logs: Mapping[int, WorkerLogs]
+    failed: LogsSpecsFailed | None = None
 
     def take(self, local_ranks: Collection[int] | None) -> list[int]:
         """Remove those of the given workers (None: all) that are not started yet; return their local ranks."""
@@ -216,13 +218,12 @@ class WorkerStarts:
             where = {"error_file": error_file, "socket": self._control.address}
             return environment_ahead(self._config, self._shared, placement, restarts=restarts, **where)
 
+        start = _Staggered(0, AHEAD, list(placed), {}, {})
         try:
-            logs, envs = self._places.prepare(0, placed, env, {})
+            start.logs, start.envs = self._places.prepare(0, placed, env, {})
         except LogsSpecsFailed as error:
-            for placement in placed:
-                self._not_ahead(placement.local_rank, error)
-            return
-        self._ahead.append(_Staggered(0, AHEAD, list(placed), envs, logs))
+            start.failed = error
+        self._ahead.append(start)
 
     def kill_ahead(self, local_ranks: Collection[int]) -> None:
         """Kill workers that were started ahead; those that have not started yet never will."""
@@ -233,23 +234,26 @@ class WorkerStarts:
         put_off = [local_rank for local_rank in local_ranks if self._put_off.pop(local_rank, None) is not None]
         return put_off + [local_rank for start in self._ahead for local_rank in start.take(local_ranks)]
 
-    def _not_ahead(self, local_rank: int, error: Exception) -> None:
-        _log.warning("the worker of local rank %d cannot be started ahead: %s", local_rank, error)
-        self._inbox.put(WorkerExit(0, local_rank, ExitCode.STARTUP_FAILURE))
+    def _start_next_ahead(self) -> WorkerExit | None:
+        """There is a process for one more worker that starts ahead of a round.
 
-    def _start_next_ahead(self) -> None:
-        """There is a process for one more worker that starts ahead of a round."""
+        Returns:
+            the end of a worker that cannot be started: at once, as an order in the inbox may form a round with it.
+        """
         self._ahead = [start for start in self._ahead if start.left]
         if not self._ahead:
-            return
+            return None
         start = self._ahead[0]
         placement = start.left.pop(0)
         try:
+            if start.failed is not None:
+                raise start.failed
             pid = self._start(start, placement)
-        except OSError as error:
-            self._not_ahead(placement.local_rank, error)
-            return
+        except (OSError, LogsSpecsFailed) as error:
+            _log.warning("the worker of local rank %d cannot be started ahead: %s", placement.local_rank, error)
+            return WorkerExit(0, placement.local_rank, ExitCode.STARTUP_FAILURE)
         self._inbox.put_later(self._config.timing.join_timeout, partial(self._over, pid))
+        return None
 
     def _over(self, pid: int) -> AheadOver | None:
         """The time is over in which a worker had to come to its first use of the world."""
