@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import threading
 import time
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from harness import wait_for
 
 from elastic_agents.workers.logs import PREFIX, LogPlaces, keep_error
 from elastic_launch.config.launch_config import Command, LaunchConfig
@@ -64,3 +66,17 @@ def test_a_directory_for_temporary_files_that_cannot_be_listed_costs_nothing(
         assert files.flush()
         assert logs.kept_error is not None
         assert logs.kept_error.parent.is_dir()
+
+
+def test_a_file_system_that_answers_late_takes_no_directory_of_a_later_round(tmp_path: Path) -> None:
+    config = LaunchConfig(Command(("true",), ("true",)), log_dir=tmp_path)
+    with closing(Writer("files", limit=1 << 20, patience=0.1)) as files, closing(LogPlaces(config, files)) as places:
+        first = places.prepare(1, [PLACEMENT], lambda placement, error_file: {}, {})[0][0]
+        answers = threading.Event()
+        files.put(lambda data: answers.wait(60))
+        wait_for("the file system to hang", lambda: files.stuck)
+        second = places.prepare(2, [PLACEMENT], lambda placement, error_file: {}, {})[0][0]
+        third = places.prepare(3, [PLACEMENT], lambda placement, error_file: {}, {})[0][0]
+        answers.set()
+        assert files.flush()
+        assert [logs.error_file.parent.is_dir() for logs in (first, second, third)] == [False, False, True]

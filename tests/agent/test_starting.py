@@ -172,3 +172,25 @@ def test_a_worker_whose_logs_have_no_place_fails_ahead_or_in_the_round_that_is_f
             assert isinstance(failed, StartFailed)
             assert "no places" in failed.cause
         assert taken(parts.inbox) == (None if formed else WorkerExit(0, 0, ExitCode.STARTUP_FAILURE))
+
+
+class WhenTold(ExecProcesses):
+    """Has a process once the test says so."""
+
+    def prepare(self, count: int, call: Callable[[], None]) -> None:
+        self.call = call
+
+
+def test_a_worker_that_is_about_to_start_ahead_keeps_its_directory_as_a_round_is_formed_of_others(
+    tmp_path: Path,
+) -> None:
+    limits = Limits(1, 2, 1)
+    config = LaunchConfig(Command(("true",), ("true",)), limits=limits, nproc=2, log_dir=tmp_path, warm=False)
+    with started_ahead(config, WhenTold) as parts:
+        assert isinstance(parts.processes, WhenTold)
+        process_is_there = parts.processes.call
+        begin(parts, 1, coming=False)
+        assert parts.files.flush()
+        process_is_there()
+        assert taken(parts.inbox) is None
+        assert parts.workers.logs()[0].error_file.parent.is_dir()

@@ -8,7 +8,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -85,6 +85,7 @@ class LogPlaces:
         self.made: Callable[[Path], None] = lambda local: None
         self._tried = False
         self._ahead = 0  # how often workers were started ahead
+        self._names: set[str] = set()  # of the directories in the local one
 
     def prepare(
         self,
@@ -98,7 +99,7 @@ class LogPlaces:
         Args:
             number: the round's number; 0 for workers that are started ahead of one.
             environment: makes the environment of a worker from its placement and error file.
-            kept: logs of workers that already run, by local rank; they remain the same.
+            kept: logs of workers that run, or are about to be started, by local rank; they remain the same.
 
         Raises:
             LogsSpecsFailed: if the named logs specs fail.
@@ -115,9 +116,11 @@ class LogPlaces:
         new = {place.local_rank: self._own(name, place) for place in placements if place.local_rank not in kept}
         if self.local is not None and number:
             used = {logs.error_file.relative_to(self.local).parts[0] for logs in kept.values() if logs.kept_error}
-            used.add(name)
-            self._files.put(partial(_remove_others, self.local, used))
+            for unused in self._names - used:
+                self._files.put(partial(_remove, self.local / unused))
+            self._names &= used
         if self.local is not None:
+            self._names.add(name)
             with suppress(OSError):  # then workers leave no exceptions
                 for own in new.values():
                     make_private(own.error_file.parent)
@@ -204,10 +207,8 @@ def _remove_left(parent: Path, data: bytes) -> None:
                 os.close(descriptor)
 
 
-def _remove_others(directory: Path, names: Collection[str], data: bytes) -> None:
-    for path in directory.iterdir():
-        if path.name not in names:
-            shutil.rmtree(path, ignore_errors=True)
+def _remove(directory: Path, data: bytes) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _make_room(error_files: Sequence[Path]) -> None:

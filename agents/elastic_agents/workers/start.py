@@ -140,7 +140,7 @@ class WorkerStarts:
                 self._events.emit(WorkerKept(number, placement.rank, local_rank, pid))
             self._give(form, placement, pid, placed=local_rank in start.waiting)
         anew = {placement.local_rank for placement in new}
-        logs = {rank: logs for rank, logs in self._workers.logs().items() if rank not in anew}
+        logs = {rank: logs for rank, logs in {**self._to_come(), **self._workers.logs()}.items() if rank not in anew}
         try:
             self.logs, envs = self._places.prepare(number, placed, partial(self._environment, form), logs)
         except LogsSpecsFailed as error:
@@ -233,6 +233,11 @@ class WorkerStarts:
     def _withdrawn(self, local_ranks: Collection[int]) -> list[int]:
         put_off = [local_rank for local_rank in local_ranks if self._put_off.pop(local_rank, None) is not None]
         return put_off + [local_rank for start in self._ahead for local_rank in start.take(local_ranks)]
+
+    def _to_come(self) -> dict[int, WorkerLogs]:
+        """Return where the output goes of workers that are about to start ahead, by local rank."""
+        left = [(start, place.local_rank) for start in self._ahead for place in start.left]
+        return {local_rank: start.logs[local_rank] for start, local_rank in left if start.failed is None}
 
     def _start_next_ahead(self) -> WorkerExit | None:
         """There is a process for one more worker that starts ahead of a round.
