@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from threading import Event
 
 import pytest
 from harness import alive, wait_for
@@ -434,6 +435,30 @@ def test_a_process_that_is_stopped_as_it_waits_for_work_is_replaced(
         assert not any(map(alive, parked))
 
 
+def test_workers_start_while_the_processes_that_wait_are_asked_whether_they_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic_agents.warm.prefork.ANSWER_TIMEOUT", 30.0)
+    script = write(tmp_path, "script.py", FORKED)
+    with warm_starter(config_for(tmp_path, script), ahead=3) as starter:
+        assert isinstance(starter.processes, WarmProcesses)
+        server = starter.processes._server
+        slow, *others = wait_for(
+            "processes that wait", lambda: [x.pid for x in server._idle] * (len(server._idle) == 3)
+        )
+        os.kill(slow, signal.SIGSTOP)
+        checked = Event()
+        starter.processes.prepare(1, checked.set)
+        request = StartRequest([sys.executable, "-u", script], starter.env, 1, 2)
+        assert {starter.processes.start(request) for _ in range(2)} == set(others)
+        assert not checked.is_set()
+        os.kill(slow, signal.SIGCONT)
+        assert checked.wait(20)
+        assert starter.processes.start(request) == slow
+        assert {starter.wait() for _ in range(3)} == {(pid, 0) for pid in (slow, *others)}
+        assert not server.lost
+
+
 def test_processes_that_were_forked_ahead_become_workers(tmp_path: Path) -> None:
     """Signals sent to them while they waited are not the worker's, and one that has died is skipped."""
     script = write(tmp_path, "script.py", FORKED + "\nprint(os.environ['X'], len(os.listdir('/proc/self/fd')))")
@@ -443,10 +468,12 @@ def test_processes_that_were_forked_ahead_become_workers(tmp_path: Path) -> None
         server = starter.processes._server
         parked = wait_for("processes that wait", lambda: [x.pid for x in server._idle] * (len(server._idle) == 3))
         os.kill(parked[2], signal.SIGKILL)
-        os.kill(parked[1], signal.SIGTERM)
+        for pid in parked[:2]:
+            os.kill(pid, signal.SIGTERM)
         environment = {"X": "0", "LONG": "x" * 100_000}  # more than a socket takes at once
         ended = starter.run(script, env=environment)
-        assert (ended.pid, ended.code, ended.stdout) == (parked[1], 0, by_fork.stdout)
+        assert (ended.code, ended.stdout) == (0, by_fork.stdout)
+        assert ended.pid in parked[:2]
         assert not alive(parked[2])
         wait_for("as many again", lambda: len(server._idle) == 3)
     assert not any(map(alive, parked))

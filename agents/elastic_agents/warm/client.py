@@ -82,6 +82,8 @@ class WarmServer:
         self._reaping = threading.Lock()
         self._reaped = False
         self._idle: list[Prefork] = []
+        self._asked: list[Prefork] = []  # those that are being asked whether they run, and cannot begin meanwhile
+        self._checked = threading.Condition(self._lock)
         self._ahead = ahead
         self._learned = learned
         self._grown, self._look_at = 0, 0.0  # how much there was to learn, and when to look again
@@ -126,7 +128,8 @@ class WarmServer:
     @property
     def waiting(self) -> list[int]:
         """The server and the processes that wait for work, all of which are reaped here; for any thread."""
-        return [self._process.pid, *(one.pid for one in self._idle)]
+        with self._lock:
+            return [self._process.pid, *(one.pid for one in self._idle + self._asked)]
 
     def when_known(self, call: Callable[[], None]) -> None:
         """Call back once it is known whether workers can be forked; immediately or from another thread."""
@@ -183,7 +186,8 @@ class WarmServer:
             self._rest()  # last: the woken thread sees how many are left
 
     def _take(self) -> Prefork | None:
-        with self._lock:
+        with self._checked:
+            self._checked.wait_for(lambda: self._idle or not self._asked, prefork.ANSWER_TIMEOUT)
             return self._idle.pop() if self._idle else None
 
     def give_up(self) -> None:
@@ -349,22 +353,18 @@ class WarmServer:
     def _weed_out(self) -> None:
         """End waiting processes that have died or are stopped."""
         with self._lock:
-            preforked = list(self._idle)
-        asked = []
-        for one in preforked:
-            with suppress(OSError):
-                one.ask()
-                asked.append(one)
-        deadline = time.monotonic() + prefork.ANSWER_TIMEOUT
-        answer = [one for one in asked if one.answers(deadline)]
-        for one in preforked:
-            if one not in answer:
-                with self._lock:
-                    mine = one in self._idle
-                    if mine:
-                        self._idle.remove(one)
-                if mine:
-                    one.end()
+            self._asked, self._idle = self._idle, []
+        for one in Prefork.running(tuple(self._asked)):
+            with self._lock:
+                if one in self._asked:  # else it was dismissed
+                    self._asked.remove(one)
+                    self._idle.append(one)
+                    self._checked.notify_all()
+        with self._lock:
+            silent, self._asked = self._asked, []
+            self._checked.notify_all()
+        for one in silent:
+            one.end()
 
     def _keep(self, one: Prefork) -> None:
         with self._lock:
@@ -398,7 +398,8 @@ class WarmServer:
     def _dismiss(self) -> None:
         """End the processes that wait for work."""
         with self._lock:
-            preforked, self._idle = self._idle, []
+            preforked, self._idle, self._asked = self._idle + self._asked, [], []
+            self._checked.notify_all()
         for one in preforked:
             one.end()
 

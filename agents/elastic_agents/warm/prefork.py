@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import selectors
 import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 
 from elastic_agents.workers.processes import StartRequest
 
@@ -63,21 +64,24 @@ class Prefork:
             undo.pop_all()
             return Prefork(int(pid), mine)
 
-    def ask(self) -> None:
-        """Check whether it runs; see :meth:`answers`.
+    @staticmethod
+    def running(preforked: Collection[Prefork]) -> Iterator[Prefork]:
+        """Ask processes whether they run, and yield each that answers as soon as it does: some may be stopped.
 
-        Raises:
-            OSError: if it has died.
+        Those that have not been yielded may be ended meanwhile, but must not begin.
         """
-        self._sock.sendall(b"\n")
-
-    def answers(self, deadline: float) -> bool:
-        """Whether it answers before a deadline of the monotonic clock: a process may be stopped."""
-        self._sock.settimeout(max(0.001, deadline - time.monotonic()))
-        try:
-            return bool(_line(self._sock))
-        except OSError:
-            return False
+        with selectors.DefaultSelector() as selector:
+            for one in preforked:
+                with contextlib.suppress(OSError, ValueError):  # it has died, or was ended
+                    one._sock.sendall(b"\n")
+                    selector.register(one._sock, selectors.EVENT_READ, one)
+            deadline = time.monotonic() + ANSWER_TIMEOUT
+            while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+                for key, _ in selector.select(left):
+                    selector.unregister(key.fileobj)
+                    with contextlib.suppress(OSError):
+                        if _line(key.data._sock):
+                            yield key.data
 
     def begin(self, request: StartRequest, record: Sequence[int]) -> int:
         """Make it a worker, to be reaped by the caller; return its pid.
