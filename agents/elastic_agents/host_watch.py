@@ -33,6 +33,7 @@ class HostWatch:
 
     Args:
         gpus: returns a function that samples the GPUs; what either raises leaves the GPUs out from then on.
+        also: called by the thread before each sample.
     """
 
     def __init__(
@@ -41,8 +42,9 @@ class HostWatch:
         gpus: Callable[[], Callable[[], tuple[GpuLoad, ...]]] | None = None,
         proc: Path = Path("/proc"),
         cgroups: Path = CGROUPS,
+        also: Callable[[], None] = lambda: None,
     ) -> None:
-        self._clock, self._proc, self._cgroups = clock, proc, cgroups
+        self._clock, self._proc, self._cgroups, self._also = clock, proc, cgroups, also
         self._open: Callable[[], Callable[[], tuple[GpuLoad, ...]]] | None = gpus or nvml
         self._gpus: Callable[[], tuple[GpuLoad, ...]] | None = None
         self._before: tuple[int, int] | None = None  # see _cpu_times
@@ -98,6 +100,7 @@ class HostWatch:
 
     def _watch(self) -> None:
         while not self._closing.is_set():
+            self._also()
             self.sample()
             self._closing.wait(EVERY)
 

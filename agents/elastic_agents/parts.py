@@ -73,7 +73,7 @@ class AgentParts:
     ) -> None:
         timing, post, later = config.timing, inbox.put, inbox.put_later
         self.config, self.clock, self.inbox, self.events, self.files = config, clock, inbox, events, files
-        self.host = HostWatch(clock)
+        self.host = HostWatch(clock, also=lambda: self.workers.kills.look())
         self.state = state = NodeState(config)
         self.start_timer = StartTimer(timing.start_wait if config.keeps_workers else math.inf)
         state.view = View(ahead=AheadWorkers(slow=self.start_timer.slow))

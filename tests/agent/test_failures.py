@@ -621,6 +621,24 @@ def test_a_kill_of_another_process_explains_no_later_end(counters: list[Path]) -
     assert [kills.explain_one() for _ in range(2)] == [True, False]
 
 
+def test_an_old_kill_of_another_process_explains_no_end(counters: list[Path]) -> None:
+    counters[1].write_text("oom_kill 0\n")
+    time = Time()
+    kills = OutOfMemoryKills(time)
+    counters[1].write_text("oom_kill 1\n")
+    kills.look()
+    time.at += failures.ENDS
+    counters[1].write_text("oom_kill 2\n")
+    kills.look()
+    time.at += failures.ENDS
+    assert kills.explain_one(), "its process may have taken long to end"
+    counters[1].write_text("oom_kill 3\n")
+    kills.look()
+    time.at += failures.ENDS + 1
+    kills.look()
+    assert not kills.explain_one()
+
+
 @pytest.mark.parametrize("content", ["", "oom_kill\n", "oom_kill many\n", "nothing of use\n"])
 def test_a_counter_that_cannot_be_read_counts_nothing(counters: list[Path], content: str) -> None:
     counters[1].write_text(content)

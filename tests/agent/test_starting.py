@@ -11,14 +11,16 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
+from harness import wait_for
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 
+from elastic_agents import host_watch
 from elastic_agents.agent import NodeAgent
 from elastic_agents.console import Consoles
 from elastic_agents.inbox import Inbox
-from elastic_agents.parts import AgentParts, make_parts
+from elastic_agents.parts import AgentParts
 from elastic_agents.policy_types import StartFailed, StartWorkers, WorkerExit
-from elastic_agents.workers import start
+from elastic_agents.workers import failures, start
 from elastic_agents.workers.placement import group_of, place, shared_environment
 from elastic_agents.workers.processes import ExecProcesses, OnExit, StartRequest
 from elastic_launch.clock import MonotonicClock
@@ -194,3 +196,18 @@ def test_a_worker_that_is_about_to_start_ahead_keeps_its_directory_as_a_round_is
         process_is_there()
         assert taken(parts.inbox) is None
         assert parts.workers.logs()[0].error_file.parent.is_dir()
+
+
+def test_out_of_memory_kills_are_dated_while_nothing_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = tmp_path / "memory.events"
+    counter.write_text("oom_kill 0\n")
+    monkeypatch.setattr(failures, "_event_files", lambda: [counter])
+    monkeypatch.setattr(failures, "ENDS", 0.0)
+    monkeypatch.setattr(host_watch, "EVERY", 0.05)
+    config = LaunchConfig(Command(("true",), ("true",)), log_dir=tmp_path, warm=False)
+    with started_ahead(config, WhenTold) as parts:
+        parts.host.start()
+        counter.write_text("oom_kill 1\n")
+        for _ in range(2):
+            wait_for("a sample", parts.host.news)
+        assert not parts.workers.kills.explain_one()

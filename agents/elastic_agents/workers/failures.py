@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import socket
+import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -47,33 +48,48 @@ _IN_GROUP = re.compile(r"  \| (?=\S)")
 """What is before the exception's own line in the traceback of an ``ExceptionGroup``."""
 
 
+ENDS = 30.0
+"""Seconds from the count of a kill to the report on the end that it explains.
+
+A process with much memory takes some to end, and a data loader misses its process only after 5 s.
+"""
+
 EXPLAINS = 2.0
-"""Seconds for which kills that were counted together may explain ends; later, they have ended other processes."""
+"""Seconds for which others that were counted with it explain ends, too; later, they have ended other processes."""
 
 
 class OutOfMemoryKills:
     """The kernel's out-of-memory kills in this process' cgroup, each of which explains the end of one worker.
 
     The kernel counts them in ``memory.events`` (cgroup v2) or ``memory.oom_control`` (v1) before the processes end, and
-    does not say which these are. It may have counted several when the first end is looked at.
+    does not say which these are, nor when it was. It may have counted several when the first end is looked at.
+    Thread-safe.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._files = _event_files()
+        self._lock = threading.Lock()
         self._counted = self._read()
-        self._unexplained, self._risen_at = 0, 0.0
+        self._unexplained, self._until = 0, 0.0
+
+    def look(self) -> None:
+        """Date what was counted since the last look; to be called regularly, so that an old kill explains nothing."""
+        with self._lock:
+            before, self._counted, now = self._counted, self._read(), self._clock.now()
+            if now > self._until:
+                self._unexplained = 0
+            if self._counted > before:
+                self._unexplained, self._until = self._unexplained + self._counted - before, now + ENDS
 
     def explain_one(self) -> bool:
         """Whether the kernel has killed a process whose end is not explained yet; if so, that is this end."""
-        before, self._counted, now = self._counted, self._read(), self._clock.now()
-        if now - self._risen_at > EXPLAINS:
-            self._unexplained = 0
-        if self._counted > before:
-            self._unexplained, self._risen_at = self._unexplained + self._counted - before, now
-        explained = self._unexplained > 0
-        self._unexplained -= explained
-        return explained
+        self.look()
+        with self._lock:
+            explained = self._unexplained > 0
+            if explained:
+                self._unexplained, self._until = self._unexplained - 1, min(self._until, self._clock.now() + EXPLAINS)
+            return explained
 
     def _read(self) -> int:
         for path in self._files:

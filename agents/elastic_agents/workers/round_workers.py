@@ -90,6 +90,9 @@ class RoundWorkers:
 
     It owns workers ahead, too, which have no place in a round yet. What is done to all workers spares these.
 
+    Attributes:
+        kills: explain ends of workers; something has to look at them regularly.
+
     Args:
         files: reads and copies the files that workers leave, which may hang.
     """
@@ -109,7 +112,7 @@ class RoundWorkers:
         self._pump = pump
         self._guard = guard
         self._clock = clock
-        self._kills = OutOfMemoryKills(clock)
+        self.kills = OutOfMemoryKills(clock)
         self._alive: dict[int, _Worker] = {}
         self._reaped: dict[int, tuple[_Worker, WorkerExit]] = {}  # by local rank
         self._sessions: set[int] = set()
@@ -315,7 +318,7 @@ class RoundWorkers:
             only_crashes=self._config.torchrun,
             fatal_codes=self._config.fatal_exit_codes,
             stopped=worker.stopped is not None,
-            out_of_memory=self._kills.explain_one,
+            out_of_memory=self.kills.explain_one,
             supposed=supposed,
             done=self._done(worker.round),
         )
