@@ -6,6 +6,7 @@ happened at one moment between its beginning and its end.
 
 from __future__ import annotations
 
+import copy
 import random
 from dataclasses import dataclass, field
 
@@ -17,7 +18,7 @@ from elastic_launch.rendezvous.voters.messages import (
     VoterRequest,
     group_of,
 )
-from elastic_launch.rendezvous.voters.register import Register
+from elastic_launch.rendezvous.voters.register import Register, RegisterOutcome
 from elastic_launch.rendezvous.voters.voter import Voter, VoterState
 
 __all__ = ["DEAD_AFTER", "READER", "VoterProcess", "VoterWorld", "WantedValue"]
@@ -39,11 +40,14 @@ class WantedValue:
 
 @dataclass(eq=False)
 class VoterProcess:
+    """One process; ``unsure`` is the last value of which it does not know whether it has written it."""
+
     name: str
     register: Register
     voter: Voter | None
     alive: bool = True
     doing: WantedValue | None = None
+    unsure: WantedValue | None = None
 
 
 @dataclass
@@ -153,8 +157,10 @@ class VoterWorld:
 
     # Operations.
 
-    def begin(self, process: VoterProcess, *, swap: bool, settle: bool = False, stale: bool = False) -> None:
-        if process.doing is not None or not process.alive:
+    def begin(
+        self, process: VoterProcess, *, swap: bool, settle: bool = False, stale: bool = False, again: bool = False
+    ) -> None:
+        if process.doing is not None or not process.alive or (again and process.unsure is None):
             return
         register, voter = process.register, process.voter
         process.doing = WantedValue(self.newest)
@@ -162,11 +168,15 @@ class VoterWorld:
             register.begin_read(leading=swap)
         elif settle:
             register.begin_settle(voter.state.life, voter.state.promised)
+        elif again and process.unsure is not None and process.unsure.value is not None:
+            process.doing = process.unsure
+            swapped = process.doing.expected, process.unsure.value
+            register.begin_swap(*swapped, voter.state.life, voter.state.promised)
         else:
             value = f"{process.name}{len(self.parents)}"
             expected = self.random.choice([None, *self.parents]) if stale else register.read[1]
             self.parents[value] = expected
-            process.doing = WantedValue(self.newest, expected, value)
+            process.doing = process.unsure = WantedValue(self.newest, expected, value)
             register.begin_swap(expected, value, voter.state.life, voter.state.promised)
         self.send(process)
         self.finish(process)
@@ -184,6 +194,8 @@ class VoterWorld:
         if not outcome.known:
             return
         self.done += 1
+        if doing is process.unsure:
+            process.unsure = None
         if doing.value is not None and not outcome.written:
             assert outcome.value != doing.expected, "refused, although the value was the expected one"
         if outcome.written:
@@ -210,6 +222,38 @@ class VoterWorld:
 
     def depth(self, value: str | None) -> int:
         return len(self.chain(value))
+
+    def renew(self, leader: VoterProcess) -> bool:
+        """Have a leader do what ``MajorityStore.renew`` does, without faults; return whether its lease is renewed."""
+        register, voter = leader.register, leader.voter
+        assert voter is not None
+        register.begin_read(leading=True)
+        outcome = self._end(leader)
+        if outcome is not None and (not outcome.known or outcome.refused):
+            register.begin_settle(voter.state.life, voter.state.promised, leading=True)
+            settled = self._end(leader)
+            outcome = outcome if outcome.known else settled
+        return outcome is not None and outcome.known
+
+    def _end(self, process: VoterProcess) -> RegisterOutcome | None:
+        self.send(process)
+        self.calm()
+        process.register.give_up()
+        return process.register.outcome
+
+    def assert_keeps(self, leader: VoterProcess) -> None:
+        """Once nothing fails any more, all voters follow the leader, so that it leads on without any one of them."""
+        for _ in range(2):  # a refusal that comes after a majority's answers counts in the next one
+            assert self.renew(leader), "the lease is not renewed"
+        ballot, value = leader.register.ballot, leader.register.read[1]
+        promised = {name: state.promised for name, state in self.files.items() if self.processes[name].alive}
+        assert set(promised.values()) == {ballot}, f"the leader has ballot {ballot}, the voters promised {promised}"
+        for lost in sorted(self.names - {leader.name}):
+            later = copy.deepcopy(self)
+            later.stop(lost, lose_file=False)
+            kept = later.renew(later.processes[leader.name])
+            assert kept, f"the leader ends with voter {lost}"
+            assert later.processes[leader.name].register.read[1] == value
 
     def report(self, process: VoterProcess) -> None:
         voter = process.voter

@@ -103,12 +103,14 @@ SOAK_BESIDE: dict[str, tuple[Bounds, int]] = {
 QUICK_VOTERS: dict[str, tuple[VoterBounds, int]] = {
     "the run begins": (VoterBounds(founded=False, faults=0), SOME),
     "two candidates": (VoterBounds(faults=0), MOST),
+    "two candidates, and no lease": (VoterBounds(faults=0, tried=True), 1000),
     "two candidates, and a voter is lost": (VoterBounds(), 1000),
     "one candidate, and a file is lost": (VoterBounds(candidates="a", lost_files=1), 1000),
     "an end that only one voter has": (VoterBounds(candidates="abc", faults=0, ends=True, tried=True), 1000),
 }
 
 SOAK_VOTERS: dict[str, tuple[VoterBounds, int]] = {
+    "two candidates, and no lease": (VoterBounds(faults=0, tried=True), 100_000),
     "two candidates, and a file is lost": (VoterBounds(lost_files=1), 100_000),
     "the run begins, and a voter is lost": (VoterBounds(founded=False), 100_000),
     "a message is lost": (VoterBounds(faults=0, lost_messages=1, gives_up=1), 100_000),

@@ -23,6 +23,7 @@ from elastic_launch.rendezvous.leader.state import LeaderState
 from elastic_launch.rendezvous.leader.types import CommitRecord
 from elastic_launch.rendezvous.node.machine import NodeMachine
 from elastic_launch.rendezvous.record import ControlRecord, Round
+from elastic_launch.rendezvous.voters.messages import Ballot
 from elastic_launch.rendezvous.voters.register import Register
 from elastic_launch.rendezvous.voters.server import VoterServer
 from elastic_launch.rendezvous.voters.voter import Voter
@@ -309,11 +310,27 @@ def _accepts_below_its_promise(patch: Patch) -> None:
     patch.setattr(Voter, "_accept", forgetful)
 
 
+def _takes_no_new_ballot(patch: Patch) -> None:
+    """As before a leader took a new ballot when a voter had promised another one, which came to nothing."""
+    settle = Register.begin_settle
+
+    def keeps(self: Register, life: str, promised: Ballot, *, leading: bool = False) -> None:
+        if leading:
+            self.begin_read(leading=True)
+        else:
+            settle(self, life, promised)
+
+    patch.setattr(Register, "begin_settle", keeps)
+
+
+NO_LEASE = VoterBounds(faults=0, tried=True)
+
 END = VoterBounds(candidates="abc", faults=0, ends=True, tried=True)
 
 SEEDED_VOTERS: dict[str, tuple[Callable[[Patch], None], VoterBounds, str]] = {
     "voters of an ended run leave at once": (_leaves_at_once, END, "no progress"),
     "one answer counts as a majority": (_counts_any_majority, VoterBounds(), "older|had not read|two|and"),
+    "a voter refuses the leader for good": (_takes_no_new_ballot, NO_LEASE, "the lease is not renewed"),
 }
 
 

@@ -1,7 +1,8 @@
 """Voters of a record in which any event may come next: each candidate reads the value, and writes another one.
 
 A candidate is done once it has written a value or read one that is not the first. In a world that ends, each value but
-the first is the end of the run: a voter that knows it leaves, as :class:`VotingBackend` does.
+the first is the end of the run: a voter that knows it leaves, as :class:`VotingBackend` does. In others the candidate
+that wrote last then leads: it must need no certain one of the other voters.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class VotingWorld(VoterWorld):
         stage: of each candidate: ``reads``, ``settles``, ``writes``, ``waits`` since others have a lease, ``done``, or
             ``leaving``.
         leave_by: when a voter that leaves answers no longer.
+        kept: whether the last leader, once all is over, has been found to need no certain voter.
     """
 
     def __init__(self, bounds: VoterBounds) -> None:
@@ -70,6 +72,7 @@ class VotingWorld(VoterWorld):
         self.bounds = bounds
         self.stage: dict[str, str] = {}
         self.leave_by: dict[str, float] = {}
+        self.kept = False
         self.left = bounds.faults
         self.files_left = bounds.lost_files
         self.messages_left = bounds.lost_messages
@@ -120,7 +123,14 @@ class VotingWorld(VoterWorld):
                 found.append((("gives up", name), False))
         if self.messages_left:
             found += [(("lost", *channel), False) for channel in self._channels()]
+        if not urgent and not self.kept and not self.bounds.ends and self._over():
+            found.append((("leads on",), True))
         return found
+
+    def _over(self) -> bool:
+        """Whether no candidate wants anything any more, and all voters vote."""
+        voting = all(process.alive and self._votes(name) for name, process in self.processes.items())
+        return voting and all(stage == "done" for stage in self.stage.values())
 
     def _urgent(self) -> Iterator[Label]:
         channels = self._channels()
@@ -216,6 +226,15 @@ class VotingWorld(VoterWorld):
                 self.now += PAUSE
                 for name, stage in self.stage.items():
                     self.stage[name] = "reads" if stage == "waits" else stage
+            case "leads on":
+                self._lead_on()
+
+    def _lead_on(self) -> None:
+        self.kept = True
+        last = max(self.known, key=self.depth)
+        leader = next(self.writers[position.ballot] for position, value in self.values.items() if value == last)
+        if self.processes[leader.name] is leader:
+            self.assert_keeps(leader)
 
     def _comes(self, index: int) -> None:
         """A message arrives; a voter has the phases of ``voter``, what asks it those of ``register``."""
@@ -281,6 +300,7 @@ class VotingWorld(VoterWorld):
             self.discarded,
             self.stage,
             self.leave_by,
+            self.kept,
             self.asked,
             (self.left, self.files_left, self.messages_left, self.give_ups),
             self.parents,
@@ -295,7 +315,7 @@ class VotingWorld(VoterWorld):
         alive = [name for name, process in self.processes.items() if process.alive]
         if self.bounds.ends:
             return not alive
-        return all(stage == "done" for stage in self.stage.values())
+        return self.kept and self._over()
 
     def describe(self) -> str:
         return f"{self.stage} {self.processes}"
@@ -307,6 +327,7 @@ IDENTITY = Identity(
             x._phase,
             x._held,
             x._renews,
+            x._refused,
             x._ballot,
             x._highest,
             x._life,

@@ -6,11 +6,22 @@ import contextlib
 import os
 import re
 import signal
+import socket
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from changes import Changes, ctl
 from harness import LOOP, Agent, Job, free_port, round_of, tree, wait_for
+
+from elastic_launch.rendezvous.voters.messages import (
+    MESSAGES,
+    Prepare,
+    ReadValue,
+    VoterAnswer,
+    VoterRequest,
+    group_of,
+)
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -150,6 +161,42 @@ def _of(agent: Agent, file: str) -> bool:
     """Whether a voter's file is that of this agent."""
     found = re.search(r"this node is voter ([\d.]+):(\d+)", agent.output)
     return found is not None and file == f"voter-{found[1]}_{found[2]}.json"
+
+
+def _asked(agent: Agent, request: VoterRequest) -> VoterAnswer:
+    """An agent's answer as a voter."""
+    found = re.search(r"this node is voter ([\d.]+):(\d+)", agent.output)
+    assert found is not None
+    with socket.create_connection((found[1], int(found[2])), timeout=20) as link:
+        link.sendall(MESSAGES.pack(request))
+        answer = MESSAGES.unpack(link.makefile("rb").readline())
+    assert isinstance(answer, VoterAnswer)
+    return answer
+
+
+@pytest.mark.slow
+def test_the_loss_of_a_spare_does_not_end_a_leader_that_another_voter_refused(job: Job) -> None:
+    """The other one had promised a higher ballot to a candidate that came to nothing, as itself in a race."""
+    run = Run(job, command=[LOOP, str(job.work)])
+    run.start("a", "b", "c", nnodes="1:2")
+    trains = {worker["env"]["NODE"] for worker in job.world(2)}
+    leader = run.leader()
+    lost, refuses = sorted({*"abc"} - {leader}, key=lambda name: (name in trains, name))
+    group = group_of("run", run.endpoints)
+    held = _asked(run.agents[leader], ReadValue(1, group))
+    ballot = replace(held.promised, number=held.promised.number + 1)
+    assert _asked(run.agents[refuses], Prepare(2, group, ballot, held.life)).granted
+    run.kill(lost)
+
+    def follows() -> bool:
+        assert len(job.events("leader_elected")) == 1
+        promised = [_asked(run.agents[name], ReadValue(3, group)).promised for name in (leader, refuses)]
+        return promised[0] == promised[1] > ballot
+
+    wait_for("one ballot", follows)
+    job.finish()
+    assert [agent.wait() for agent in run.agents.values()] == [0, 0], [x.output for x in run.agents.values()]
+    assert len(job.events("leader_elected")) == 1
 
 
 @pytest.mark.soak

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,7 +24,15 @@ from elastic_launch.events.facts import Misfit
 from elastic_launch.rendezvous.backends.voting import VotingBackend
 from elastic_launch.rendezvous.stores import majority
 from elastic_launch.rendezvous.stores.majority import MajorityStore, OwnVoter
-from elastic_launch.rendezvous.voters.messages import MESSAGES, Greeting, VoterAnswer, VoterRequest, group_of
+from elastic_launch.rendezvous.voters.messages import (
+    MESSAGES,
+    Ballot,
+    Greeting,
+    Prepare,
+    VoterAnswer,
+    VoterRequest,
+    group_of,
+)
 from elastic_launch.rendezvous.voters.server import MAX_STRANGERS, VoterServer
 from elastic_launch.rendezvous.voters.vote_file import VoteFile
 from elastic_launch.rendezvous.voters.voter import VoterState
@@ -149,6 +158,60 @@ def test_a_majority_goes_on_and_the_rest_says_what_it_waits_for(voters: Voters) 
     assert "Start the agents" in caught.value.hint
     voters.start("a")
     assert b.load(20) == b"2"
+
+
+def _promise_another_ballot(voters: Voters, name: str, leader: str) -> Ballot:
+    """As of a candidate that came to nothing."""
+    own = voters.own[leader].voter
+    ballot = replace(own.state.promised, number=own.state.promised.number + 1)
+    answer = voters.stores[name].vote(Prepare(-1, voters.group, ballot, own.state.life))
+    assert answer is not None
+    assert answer.granted
+    return ballot
+
+
+def test_a_leader_that_one_voter_refuses_does_not_need_the_third(voters: Voters) -> None:
+    voters.begin()
+    a = voters.stores["a"]
+    assert a.load(20) is None
+    assert a.compare_and_set(None, b"1", 20)
+    wait_for("the third vote", lambda: voters.own["c"].voter.state.value == "1")
+    _promise_another_ballot(voters, "b", "a")
+    voters.stop("c")
+    assert a.renew(20) == b"1"
+    assert a.compare_and_set(b"1", b"2", 20)
+
+
+def test_a_voter_that_refuses_the_leader_follows_it_again(voters: Voters) -> None:
+    voters.begin()
+    a = voters.stores["a"]
+    assert a.load(20) is None
+    assert a.compare_and_set(None, b"1", 20)
+    for name in "bc":
+        promised = _promise_another_ballot(voters, name, "a")
+
+        def follows() -> bool:
+            assert a.renew(20) == b"1"
+            return len({own.voter.state.promised for own in voters.own.values()}) == 1
+
+        wait_for("one ballot", follows)
+        assert voters.own[name].voter.state.promised > promised
+
+
+def test_a_write_that_one_voter_refuses_waits_for_the_third(voters: Voters, monkeypatch: pytest.MonkeyPatch) -> None:
+    voters.begin()
+    a, save = voters.stores["a"], voters.own["c"].file.save
+    assert a.load(20) is None
+    assert a.compare_and_set(None, b"1", 20)
+
+    def save_slowly(state: VoterState) -> None:
+        time.sleep(3 * majority.LATE)
+        save(state)
+
+    monkeypatch.setattr(voters.own["c"].file, "save", save_slowly)
+    for number in range(1, 4):
+        _promise_another_ballot(voters, "b", "a")
+        assert a.compare_and_set(b"%d" % number, b"%d" % (number + 1), 20)
 
 
 def test_a_voter_without_its_file_takes_the_state_of_all_others(voters: Voters) -> None:

@@ -7,6 +7,7 @@ writes look as if each had happened at one moment between its beginning and its 
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 
@@ -44,21 +45,25 @@ class Voting(RuleBasedStateMachine):
         return self.world.processes[names[index % len(names)]]
 
     @rule(
-        index=st.integers(0, 5), what=st.sampled_from(["read", "renew", "swap", "swap", "settle", "stale", "release"])
+        index=st.integers(0, 5),
+        what=st.sampled_from(["read", "renew", "take", "swap", "swap", "again", "settle", "stale", "release"]),
     )
     def begin(self, index: int, what: str) -> None:
-        swap = what in ("swap", "stale", "renew", "release")
+        swap = what in ("swap", "stale", "again", "renew", "take", "release")
         process = self.pick(index)
-        if what in ("renew", "release") and process.doing is None and process.alive:
+        voter = process.voter
+        if what in ("renew", "take", "release") and process.doing is None and process.alive:
             process.doing = WantedValue(self.world.newest)
             if what == "renew":
                 process.register.begin_read(leading=True)
+            elif what == "take" and voter is not None:
+                process.register.begin_settle(voter.state.life, voter.state.promised, leading=True)
             else:
                 process.register.begin_release()
             self.world.send(process)
             self.world.finish(process)
             return
-        self.world.begin(process, swap=swap, settle=what == "settle", stale=what == "stale")
+        self.world.begin(process, swap=swap, settle=what == "settle", stale=what == "stale", again=what == "again")
 
     @rule(count=st.integers(1, 40), orderly=st.booleans())
     def run(self, count: int, orderly: bool) -> None:
@@ -111,7 +116,7 @@ class Voting(RuleBasedStateMachine):
         self.run(20, True)
 
     def teardown(self) -> None:
-        """Once the faults are over, values are read and written."""
+        """Once the faults are over, values are read and written, and a leader needs no certain voter."""
         if not hasattr(self, "world"):
             return
         world = self.world
@@ -119,12 +124,17 @@ class Voting(RuleBasedStateMachine):
         world.calm(DEAD_AFTER)
         for process in world.processes.values():
             world.give_up(process)
+            world.begin(process, swap=False)  # by which a voter learns that it counts as another process
+            world.calm()
+            world.give_up(process)
         writer = world.processes["a"]
         for _ in range(4):
             for step in ("settle", "swap"):
                 world.begin(writer, swap=step == "swap", settle=step == "settle")
                 world.calm(DEAD_AFTER)
             if writer.register.outcome is not None and writer.register.outcome.written:
+                if all(process.voter.state.founded for process in world.processes.values() if process.voter):
+                    world.assert_keeps(writer)
                 return
         # Two that have lost or discarded their states wait for each other, rather than forget what they had promised.
         kept = [x for x in world.names if x in world.files and world.files[x].life not in world.discarded]
@@ -263,6 +273,88 @@ def test_another_candidate_waits_for_the_leader_it_has_heard_and_for_its_own_sta
     world.calm()
     assert candidate.register.outcome is not None
     assert candidate.register.outcome.written
+
+
+def test_a_voter_that_has_promised_itself_a_ballot_goes_on_with_the_leader() -> None:
+    """It had lost its way to a leader that the others heard, and tried to take over."""
+    world = VoterWorld(3, random.Random(0))
+    _written(world, "a")
+    leader, other = world.processes["a"], world.processes["b"].voter
+    assert other is not None
+    world.now += DEAD_AFTER
+    assert other.handle(Prepare(1, world.group, Ballot(2, "b"), other.state.life), world.now).granted
+    behind = copy.deepcopy(world)
+    world.assert_keeps(leader)
+    behind.stop("c", lose_file=False)
+    assert behind.renew(behind.processes["a"]), "although the leader did not know of the promise"
+    assert not other.handle(Prepare(2, world.group, Ballot(9, "b"), other.state.life), world.now).granted, "no lease"
+
+
+def test_a_refusal_that_comes_after_those_of_a_majority_counts() -> None:
+    world = VoterWorld(3, random.Random(0))
+    _written(world, "a")
+    leader, late = world.processes["a"], world.processes["c"].voter
+    assert late is not None
+    world.now += DEAD_AFTER
+    assert late.handle(Prepare(1, world.group, Ballot(2, "c"), late.state.life), world.now).granted
+    first = leader.register.ballot
+    leader.register.begin_read(leading=True)
+    world.send(leader)
+    for kind, name in ((ReadValue, "b"), (VoterAnswer, "a"), (ReadValue, "c"), (VoterAnswer, "a")):
+        world.pass_on(kind, to=name)
+    assert leader.register.outcome == RegisterOutcome(True, leader.register.read[1])
+    assert world.renew(leader)
+    assert leader.register.ballot is not None
+    assert first is not None
+    assert leader.register.ballot > Ballot(2, "c") > first
+
+
+def test_a_leader_that_is_refused_does_not_take_the_ballot_of_the_next_one() -> None:
+    world = VoterWorld(3, random.Random(0))
+    _written(world, "a")
+    former, later = world.processes["a"], world.processes["b"]
+    world.stop("c", lose_file=False)
+    world.start("c")
+    world.now += 2 * DEAD_AFTER
+    world.begin(later, swap=False, settle=True)
+    world.calm()
+    world.begin(later, swap=True)
+    world.calm()
+    ballot, value = later.register.ballot, later.register.read[1]
+    assert world.renew(former), "it finds out the value"
+    assert former.register.read[1] == value
+    assert {state.promised for state in world.files.values()} == {ballot}
+    former.register.begin_settle("a1", Ballot(8, "a"), leading=True)
+    world.send(former)
+    world.calm()
+    former.register.give_up()
+    assert former.register.outcome == RegisterOutcome(False, wait=DEAD_AFTER)
+    world.assert_keeps(later)
+
+
+def test_a_write_whose_outcome_was_not_known_is_found_with_the_lease() -> None:
+    """Two voters answer, of which one refuses; then the writer tries again."""
+    world = VoterWorld(3, random.Random(0))
+    _written(world, "a")
+    writer, refuses = world.processes["a"], world.processes["b"].voter
+    assert refuses is not None
+    world.now += DEAD_AFTER
+    assert refuses.handle(Prepare(1, world.group, Ballot(2, "b"), refuses.state.life), world.now).granted
+    world.stop("c", lose_file=False)
+    world.begin(writer, swap=True)
+    doing = writer.doing
+    assert doing is not None
+    assert doing.value is not None
+    world.calm()
+    writer.register.give_up()
+    assert writer.register.outcome == RegisterOutcome(False)
+    writer.register.begin_swap(doing.expected, doing.value, "a1", world.files["a"].promised)
+    world.send(writer)
+    world.calm()
+    assert writer.register.outcome == RegisterOutcome(True, doing.value, written=True)
+    assert not refuses.handle(Prepare(2, world.group, Ballot(9, "b"), refuses.state.life), world.now).granted, (
+        "no lease"
+    )
 
 
 @pytest.mark.parametrize("late", [ReadValue, Accept])

@@ -101,9 +101,10 @@ class SimVoters:
         register, voter = client.register, client.voter
         while True:
             outcome = yield from self._operate(client, lambda: register.begin_read(leading=leading), deadline)
-            if outcome is not None and not outcome.known and not leading and _votes(voter):
-                settle = lambda: register.begin_settle(voter.state.life, voter.state.promised)  # noqa: E731
-                outcome = yield from self._operate(client, settle, deadline)
+            if outcome is not None and (not outcome.known or outcome.refused) and _votes(voter):
+                settle = lambda: register.begin_settle(voter.state.life, voter.state.promised, leading=leading)  # noqa: E731
+                settled = yield from self._operate(client, settle, deadline)
+                outcome = outcome if outcome.known else settled
             if outcome is not None and outcome.known:
                 return None if outcome.value is None else outcome.value.encode()
             if self._kernel.now >= deadline:
@@ -119,10 +120,14 @@ class SimVoters:
         def begin() -> None:
             client.register.begin_swap(before, value.decode(), voter.state.life, voter.state.promised)
 
-        outcome: RegisterOutcome | None = yield from self._operate(client, begin, self._kernel.now + timeout)
-        if outcome is None or not outcome.known:
-            raise _lost(outcome)
-        return outcome.written
+        deadline = self._kernel.now + timeout
+        while True:
+            outcome: RegisterOutcome | None = yield from self._operate(client, begin, deadline)
+            if outcome is not None and outcome.known:
+                return outcome.written
+            if self._kernel.now >= deadline or (outcome is not None and outcome.wait > 0):
+                raise _lost(outcome)
+            yield self._kernel.sleep(client.node, self._kernel.random.uniform(0.001, RETRY))
 
     def _operate(self, client: _Client, begin: Callable[[], None], deadline: float) -> Task:
         kernel, register = self._kernel, client.register

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -26,6 +26,9 @@ MAX_RECORD = codec.MAX_BYTES // 2
 
 LATE = 0.1
 """Seconds to wait for the other voters, once a majority has answered and that was not enough."""
+
+LATEST = 8 * LATE
+"""The same in later attempts of one operation: each waits twice as long as the one before, up to this."""
 
 RETRY = 0.1
 """Most seconds between two attempts of one operation; drawn at random, so that candidates do not meet forever."""
@@ -127,17 +130,19 @@ class MajorityStore(ControlStore):
                 "Start fewer nodes, or give them shorter ids and addresses.",
             )
         before = None if expected is None else expected.decode()
-        state = own.voter.state
-        outcome = self._operate(
-            lambda: register.begin_swap(before, value.decode(), state.life, own.voter.state.promised), timeout
-        )
-        if outcome is None or not outcome.known:
-            raise self._lost(outcome)
-        return outcome.written
+        for left, late in self._attempts(timeout):
+            outcome = self._operate(
+                lambda: register.begin_swap(before, value.decode(), own.voter.state.life, own.voter.state.promised),
+                left,
+                late,
+            )
+            if outcome is not None and outcome.known:
+                return outcome.written
+            if outcome is not None and outcome.wait > 0:
+                break  # another node leads
+        raise self._lost(outcome)
 
     def renew(self, timeout: float) -> bytes | None:
-        if self._register.ballot is None:
-            raise StoreError("This node holds no ballot.")
         return self._load(timeout, leading=True)
 
     def resign(self) -> None:
@@ -162,26 +167,37 @@ class MajorityStore(ControlStore):
     # Operations.
 
     def _load(self, timeout: float, *, leading: bool) -> bytes | None:
-        deadline = time.monotonic() + timeout
         register, own = self._register, self._own
-        while True:
-            left = max(0.0, deadline - time.monotonic())
+        for left, late in self._attempts(timeout):
+            ends = time.monotonic() + left
             if own is not None and not own.founded:
                 left = min(left, FOUNDING)  # its reports wait for this operation
-            outcome = self._operate(lambda: register.begin_read(leading=leading), left)
-            if outcome is not None and not outcome.known and not leading and own is not None and own.founded:
-                left = max(0.0, deadline - time.monotonic())
-                outcome = self._operate(
-                    lambda: register.begin_settle(own.voter.state.life, own.voter.state.promised), left
+            outcome = self._operate(lambda: register.begin_read(leading=leading), left, late)
+            if outcome is not None and (not outcome.known or outcome.refused) and own is not None and own.founded:
+                settled = self._operate(
+                    lambda: register.begin_settle(own.voter.state.life, own.voter.state.promised, leading=leading),
+                    max(0.0, ends - time.monotonic()),
+                    late,
                 )
+                outcome = outcome if outcome.known else settled
             if outcome is not None and outcome.known:
                 return None if outcome.value is None else outcome.value.encode()
-            if time.monotonic() >= deadline or self._closed.is_set():
-                raise self._lost(outcome)
-            self._closed.wait(random.uniform(0, RETRY))
+        raise self._lost(outcome)
 
-    def _operate(self, begin: Callable[[], None], timeout: float) -> RegisterOutcome | None:
-        """Carry out an operation; return None if it did not end in time."""
+    def _attempts(self, timeout: float) -> Iterator[tuple[float, float]]:
+        """Yield, for each attempt of one operation, the seconds left, and those to wait for the other voters."""
+        deadline, late = time.monotonic() + timeout, LATE
+        yield timeout, late
+        while time.monotonic() < deadline and not self._closed.wait(random.uniform(0, RETRY)):
+            late = min(2 * late, LATEST)
+            yield max(0.0, deadline - time.monotonic()), late
+
+    def _operate(self, begin: Callable[[], None], timeout: float, late: float = LATE) -> RegisterOutcome | None:
+        """Carry out an operation; return None if it did not end in time.
+
+        Args:
+            late: seconds to wait for the other voters, once a majority has answered and that was not enough.
+        """
         deadline = time.monotonic() + timeout
         register = self._register
         if not self._busy.acquire(timeout=max(timeout, 0.001)):
@@ -197,7 +213,7 @@ class MajorityStore(ControlStore):
                         differs_at = None
                     elif differs_at is None:
                         differs_at = now
-                    until = deadline if differs_at is None else min(deadline, differs_at + LATE)
+                    until = deadline if differs_at is None else min(deadline, differs_at + late)
                     if now >= until:
                         break
                     self._changed.wait(until - now)

@@ -12,8 +12,11 @@ One operation at a time, in these phases:
   with WRITE.
 - RELEASE: a writer that no longer leads lets the next one begin without waiting.
 
-A writer whose WRITE has no majority, or that gives up waiting, does not know the outcome. It forgets its ballot. The
-next one finds out whether the value was written: in PREPARE any majority contains a voter that has it.
+A writer whose SETTLE or WRITE has no majority, or that gives up waiting, does not know the outcome. It forgets its
+ballot. The next one finds out whether the value was written: in PREPARE any majority contains a voter that has it.
+
+A voter may have promised a higher ballot that came to nothing, such as its own as a candidate. It refuses the leader,
+who may need it once another voter is lost. So a leader that is refused takes a new ballot, and settles the value again.
 
 A majority *agrees* if each of its voters names the lives in which the others have answered: otherwise one of the
 answers comes from before the loss of a file; see ``voter``.
@@ -49,6 +52,9 @@ class _Phase(Enum):
     RELEASE = "release"
 
 
+_WRITING = (_Phase.SETTLE, _Phase.WRITE)
+
+
 @dataclass(frozen=True, slots=True)
 class RegisterOutcome:
     """How an operation ended.
@@ -58,12 +64,14 @@ class RegisterOutcome:
         value: the value now; None if there is none.
         written: whether this operation wrote it.
         wait: if not known, seconds for which voters refuse other writers than the present leader.
+        refused: whether the lease was renewed, but not at every voter: one has promised another ballot.
     """
 
     known: bool
     value: str | None = None
     written: bool = False
     wait: float = 0.0
+    refused: bool = False
 
 
 @dataclass(slots=True)
@@ -98,6 +106,7 @@ class Register:
         self._outbox: list[tuple[str, VoterRequest]] = []
         self._held: _Held | None = None
         self._renews = False
+        self._refused = False
         self._ballot = Ballot()
         self._highest = 0
         self._life = ""
@@ -119,10 +128,13 @@ class Register:
         return outbox
 
     def begin_read(self, *, leading: bool = False) -> None:
-        """Begin to find out the value; as the leader, renew the lease."""
+        """Begin to find out the value; as the leader, renew the lease, for which it must hold a ballot."""
         self._begin(_Phase.READ)
-        self._renews = leading and self._held is not None
-        ballot = self._held.ballot if self._renews and self._held is not None else None
+        self._renews = leading
+        if leading and self._held is None:
+            self._end(RegisterOutcome(False))
+            return
+        ballot = self._held.ballot if leading and self._held is not None else None
         self._ask(lambda id: ReadValue(id, self._group, self.read[0], ballot, self._lease, self._life), self._voters)
 
     def begin_swap(self, expected: str | None, value: str, life: str, promised: Ballot) -> None:
@@ -132,16 +144,19 @@ class Register:
             life: that of this node's voter.
             promised: what this node's voter has promised last.
         """
-        self._swap, self._life = (expected, value), life
+        self._swap, self._life, self._renews = (expected, value), life, False
         if self._held is not None and self._held.value == expected:
             self._begin(_Phase.WRITE)
             self._write(self._held.ballot, self._held.version + 1, expected, value, self._lease)
             return
         self._campaign(promised)
 
-    def begin_settle(self, life: str, promised: Ballot) -> None:
-        """Begin to find out the value by writing again what may or may not be it; arguments as for a swap."""
-        self._swap, self._life = None, life
+    def begin_settle(self, life: str, promised: Ballot, *, leading: bool = False) -> None:
+        """Begin to find out the value by writing again what may or may not be it; as the leader, renew the lease.
+
+        The other arguments are as for a swap.
+        """
+        self._swap, self._life, self._renews = None, life, leading
         self._campaign(promised)
 
     def begin_release(self) -> None:
@@ -155,16 +170,21 @@ class Register:
 
     def give_up(self) -> None:
         """Stop the operation: time is over. Whether it has written is not known."""
-        if self._phase not in (_Phase.IDLE, _Phase.READ):
-            self._held = None
         if self.undecided:
-            self._end(RegisterOutcome(False, wait=max(x.wait for x in self.answers.values())))
+            self._fail()
+        elif self._phase in _WRITING:
+            self._held = None
         self._phase = _Phase.IDLE
 
     def hear(self, answer: VoterAnswer) -> None:
         """Process an answer; it may be late, repeated, or of an operation that has ended."""
-        if self._phase is _Phase.IDLE or answer.id != self._id or answer.voter not in self._voters or answer.refused:
+        if answer.id != self._id or answer.voter not in self._voters or answer.refused:
             return
+        self._highest = max(self._highest, answer.promised.number)
+        if self._held is not None and answer.founded and answer.promised != self._held.ballot:
+            self._refused = True
+        if self._phase is _Phase.IDLE:
+            return  # a majority has answered before
         if not all(known.lives for known in answer.known):
             return
         if answer.position is not None and answer.value is None and not self._has_value_of(answer.position):
@@ -173,7 +193,6 @@ class Register:
         if earlier is not None and earlier.granted:
             return
         self.answers[answer.voter] = answer
-        self._highest = max(self._highest, answer.promised.number)
         match self._phase:
             case _Phase.READ:
                 self._heard_read()
@@ -192,12 +211,11 @@ class Register:
                 if self._granted():
                     self._end(RegisterOutcome(False))
         if self._phase in (_Phase.PREPARE, _Phase.SETTLE, _Phase.WRITE) and self._hopeless():
-            self._held = None
-            self._end(RegisterOutcome(False, wait=max(x.wait for x in self.answers.values())))
+            self._fail()
 
     def _has_value_of(self, position: ValuePosition) -> bool:
         """Whether an answer in this phase may leave out the value at a position."""
-        written = self._phase in (_Phase.SETTLE, _Phase.WRITE, _Phase.RELEASE)
+        written = self._phase in (*_WRITING, _Phase.RELEASE)
         return written or (self._phase is _Phase.READ and position == self.read[0])
 
     @property
@@ -207,6 +225,19 @@ class Register:
 
     def _begin(self, phase: _Phase) -> None:
         self._phase, self.outcome = phase, None
+
+    def _fail(self) -> None:
+        """End an operation that has no majority."""
+        wait = 0.0
+        match self._phase:
+            case _Phase.READ:
+                wait = max(x.wait for x in self.answers.values())
+            case _Phase.OWN | _Phase.PREPARE:  # one that has promised as much or more may grant a higher ballot
+                refused = [x for x in self.answers.values() if not x.granted and x.promised < self._ballot]
+                wait = max((x.wait for x in refused), default=0.0)
+            case _Phase.SETTLE | _Phase.WRITE:
+                self._held = None
+        self._end(RegisterOutcome(False, wait=wait))
 
     def _end(self, outcome: RegisterOutcome) -> None:
         self._phase, self.outcome = _Phase.IDLE, outcome
@@ -221,25 +252,23 @@ class Register:
         for answer in self.answers.values():
             if self._agreeing(partial(_rests_at, answer.position)) is None:
                 continue
-            held = self._held if self._renews else None
-            own = held is not None and answer.position is not None and answer.position.ballot == held.ballot
-            if own and self._agreeing(lambda x: x.granted) is None:
-                continue  # the lease is not renewed
             known = self.read[1] if answer.position == self.read[0] else answer.value
+            leads = self._renews and self._held is not None and self._held.value == known
+            if leads and self._granted() is None:
+                continue  # the lease is not renewed
             self.read = (answer.position, known)
-            self._end(RegisterOutcome(True, known))
+            self._end(RegisterOutcome(True, known, refused=leads and self._refused))
             return
 
     def _campaign(self, promised: Ballot) -> None:
         assert self._own, "only a voter writes"
-        self._held = None
         self._begin(_Phase.OWN)
         self._ballot = Ballot(max(promised.number, self._highest) + 1, self._own)
         self._ask(lambda id: Prepare(id, self._group, self._ballot, self._life), [self._own])
 
     def _heard_own(self, answer: VoterAnswer) -> None:
         if not answer.granted:
-            self._end(RegisterOutcome(False, wait=answer.wait))
+            self._fail()
             return
         self._phase = _Phase.PREPARE
         request = Prepare(self._id, self._group, self._ballot, self._life)
@@ -252,7 +281,8 @@ class Register:
             return
         assert base.value is not None
         self._phase = _Phase.SETTLE
-        self._write(self._ballot, 1, base.value, base.value, 0.0)
+        leads = self._renews or (self._swap is not None and base.value == self._swap[1])
+        self._write(self._ballot, 1, base.value, base.value, self._lease if leads else 0.0)
 
     def _settled(self) -> None:
         self._known(self._before, 1)
@@ -261,13 +291,14 @@ class Register:
         """The present value is known, and this node holds the ballot."""
         self.read = (ValuePosition(self._ballot, version) if version else None, value)
         if self._swap is None or self._swap[0] != value:
-            self._end(RegisterOutcome(True, value))
+            written = self._swap is not None and self._swap[1] == value  # in an attempt whose outcome was not known
+            self._end(RegisterOutcome(True, value, written))
             return
         self._phase = _Phase.WRITE
         self._write(self._ballot, version + 1, value, self._swap[1], self._lease)
 
     def _write(self, ballot: Ballot, version: int, before: str | None, value: str, lease: float) -> None:
-        self._held, self._before = _Held(ballot, version, value), before
+        self._held, self._before, self._refused = _Held(ballot, version, value), before, False
         position = ValuePosition(ballot, version)
         self._ask(lambda id: Accept(id, self._group, position, value, lease, self._life), self._voters)
 
