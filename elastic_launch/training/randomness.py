@@ -65,8 +65,7 @@ def left_seeded() -> Iterator[None]:
 def kept(*, devices: bool) -> Iterator[None]:
     """Restore, on exit, the state that all generators had on entry.
 
-    One thing is not restored: the second of two normal deviates that NumPy's legacy functions cache. If not all ranks
-    enter this context equally often, :func:`drop_second_normal` makes up for it.
+    One thing is not restored: the second of two normal deviates that NumPy's legacy functions cache.
     """
     on_cpu, pythons = torch.default_generator.get_state(), random.getstate()
     on_gpus = torch.cuda.get_rng_state_all() if devices and torch.cuda.is_available() else None
@@ -78,12 +77,6 @@ def kept(*, devices: bool) -> Iterator[None]:
         random.setstate(pythons)
         if on_gpus is not None:
             torch.cuda.set_rng_state_all(on_gpus)
-
-
-def drop_second_normal() -> None:
-    """Make NumPy's legacy functions drop a cached normal deviate, as :func:`seeded` does."""
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.set_bit_generator(numpy.random.get_bit_generator())
 
 
 _spare: list[Any] = []  # unused NumPy bit generators that `_numpys_kept` has made

@@ -29,7 +29,7 @@ from elastic_launch.training.gradients.means import Means
 from elastic_launch.training.live.rehearsal import unchanged
 from elastic_launch.training.passes import Pass, Share
 from elastic_launch.training.purity import Outputs, StepWatch, differs, due
-from elastic_launch.training.randomness import derive, drop_second_normal, kept, left_seeded, seed_all
+from elastic_launch.training.randomness import derive, kept, left_seeded, seed_all
 from elastic_launch.training.ranks import collectives
 from elastic_launch.training.ranks.checksum import checksums
 from elastic_launch.training.ranks.collectives import MicroBatchContext
@@ -171,22 +171,20 @@ class Transaction:
                 if not self._goes_on(error):
                     raise
             else:
-                return
+                break
+        # A rank draws what its micro-batches do; what the script draws afterwards must not depend on them.
+        self._seed("after", self._passes)
 
     def _go_through(self) -> Generator[Any, None, None]:
         gradients = self.share.gradients
-        if not gradients.passes(self.share.plan):
-            drop_second_normal()  # as the micro-batches do on the other ranks, so that all draw the same afterwards
-        else:
-            with kept(devices=True):
-                yield from self._samples_of_pass()
+        if gradients.passes(self.share.plan):
+            yield from self._samples_of_pass()
             gradients.reshard()  # the script may have left parameters gathered, which are other objects
             if not self.too_large:
                 self._loop.positions.pass_ends(self.number, gradients.refuse_changes)
         self._pass.current = None
         if self._check is not None:
-            with kept(devices=True):
-                yield from self._judged(self._check)
+            yield from self._judged(self._check)
         began = time.perf_counter()
         with self._noting_errors():
             self.exchange()
@@ -401,7 +399,6 @@ class Transaction:
         self._open = True
         self._rounds.check_exchanges()
         if self._left_out:
-            drop_second_normal()  # as the micro-batches do on the other ranks
             return
         self._loop.positions.pass_begins()
         self._start_pass()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from elastic_launch.contract import ENV_SOCKET
 from elastic_launch.errors import UsageError
 from elastic_launch.stack_dump import SIGNAL
 from elastic_launch.training.data.loader import ElasticLoader, FunctionLoader, epochs_of
-from elastic_launch.training.randomness import drop_second_normal, seeded
+from elastic_launch.training.randomness import seeded
 
 
 class Numbers(Dataset[int]):
@@ -316,23 +315,6 @@ def test_options_that_cannot_be_taken_are_named(options: Any, said: str) -> None
 def test_an_unknown_option_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'shufle'"):
         ElasticLoader(Numbers(8), GlobalBatch(4, 2), shufle=True)  # type: ignore[call-arg]
-
-
-def test_ranks_without_micro_batches_draw_the_same_from_numpy_afterwards() -> None:
-    """NumPy's legacy functions make normal deviates in pairs; the second is lost in a micro-batch."""
-
-    def micro_batch() -> None:
-        with seeded(5, devices=False):
-            np.random.randn()
-
-    def drawn(between: Callable[[], None]) -> list[float]:
-        np.random.seed(1)
-        first = float(np.random.randn())
-        between()
-        return [first, float(np.random.randn())]
-
-    assert drawn(micro_batch) == drawn(drop_second_normal)
-    assert drawn(micro_batch) != drawn(lambda: None)
 
 
 def test_a_seed_is_a_whole_number_of_any_type() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +20,7 @@ from elastic_launch.batch import GlobalBatch
 from elastic_launch.errors import REPEATS_NOTE, UsageError
 from elastic_launch.training.checkpoints.checkpoint import Checkpoint
 from elastic_launch.training.checkpoints.manager import weights_sha256
+from elastic_launch.training.checkpoints.resumed import Outcome
 from elastic_launch.training.data.loader import ElasticLoader, epochs_of
 from elastic_launch.training.engine import Engine
 from elastic_launch.training.gradients.accumulation import Gradients, check_model
@@ -488,10 +489,12 @@ def test_a_buffer_that_a_module_reassigns_is_part_of_the_step(exact: bool) -> No
     assert float(buffer) == pytest.approx((1.5 + 1.5 + 1) / 3)
 
 
-def _transaction(loader: ElasticLoader, optimizer: torch.optim.Optimizer, share: Share) -> Transaction:
+def _transaction(
+    loader: ElasticLoader, optimizer: torch.optim.Optimizer, share: Share, done: Sequence[Outcome] = ()
+) -> Transaction:
     """A step that no loop owns."""
     owner: Any = SimpleNamespace(engine=Engine(World(), torch.device("cpu")))
-    return Transaction(owner, StepRules(OptimizerSteps(optimizer)), epochs_of(loader), 0, share)
+    return Transaction(owner, StepRules(OptimizerSteps(optimizer)), epochs_of(loader), 0, share, done)
 
 
 def test_giving_up_where_others_would_wait_is_refused() -> None:
@@ -577,6 +580,35 @@ def test_a_stop_holds_for_the_next_training_too() -> None:
             run.request_stop()
     assert done == 1
     assert run.stopped
+
+
+def test_numbers_after_the_loop_do_not_depend_on_those_before_it() -> None:
+    """A rank may draw in the head of a step, or have no micro-batches, and another rank not."""
+
+    def drawn() -> tuple[float, float, float]:
+        return torch.randn(()).item(), random.gauss(0, 1), np.random.standard_normal()
+
+    def after(micro: int, *, head: bool) -> list[tuple[float, float, float]]:
+        run, model, found = Run(Engine(World(), torch.device("cpu"))), _model(), []
+        for step in run.steps(_loader(micro), model, torch.optim.SGD(model.parameters()), until="2ba"):
+            if head:
+                drawn()
+            for sample in step:
+                drawn()
+                step.backward(_mse(step, sample))
+            found.append(drawn())
+            step.update()
+        return found
+
+    expected = after(8, head=False)
+    assert after(4, head=True) == after(8, head=True) == expected
+    loader, model = _loader(8), _model()
+    optimizer = torch.optim.SGD(model.parameters())
+    share = Share(epochs_of(loader).plan(0, 1, 0), iter([]), Gradients(model, optimizer, 1, 0))
+    left_out = _transaction(loader, optimizer, share, done=[(0.0, {})])
+    assert not [*left_out.micro_batches()]
+    assert drawn() == expected[0]
+    assert expected[0] != expected[1]
 
 
 def test_the_end_of_a_training_has_random_numbers_of_its_own(tmp_path: Path) -> None:
