@@ -29,6 +29,7 @@ from elastic_launch.rendezvous.voters.messages import (
     Ballot,
     Greeting,
     Prepare,
+    ReadValue,
     VoterAnswer,
     VoterRequest,
     group_of,
@@ -369,6 +370,37 @@ def test_strangers_neither_stop_a_voter_nor_learn_anything(voters: Voters) -> No
                 assert answer.refused
                 assert not answer.life
         assert a.load(20) == b"1"
+
+
+def test_a_stranger_of_another_group_is_refused_and_is_not_waited_for(voters: Voters) -> None:
+    voters.key = None
+    voters.begin()
+    server = voters.servers["b"]
+    with contextlib.ExitStack() as links:
+        for request in (Greeting(1, "other"), ReadValue(1, "other")):
+            link = links.enter_context(_connected(voters, "b"))
+            before = _asked(server)
+            link.sendall(MESSAGES.pack(request) * 2)
+            lines = link.makefile("rb").readlines()  # to the end of the connection
+            answer = MESSAGES.unpack(lines[0])
+            assert isinstance(answer, VoterAnswer)
+            assert answer.refused
+            assert len(lines) == 1
+            assert _asked(server) == before
+
+
+def test_nodes_of_another_run_are_told_so(voters: Voters) -> None:
+    voters.begin()
+    store = MajorityStore(tuple(voters.endpoints.values()), "another", voters.key, MonotonicClock())
+
+    def said() -> bool:
+        with pytest.raises(StoreError) as caught:
+            store.load(0.5)
+        return caught.value.message.count("it was started for another run, or with other names") == 3
+
+    with contextlib.closing(store):
+        wait_for("all refusals", said)
+        assert said(), "it stays with that"
 
 
 def test_nodes_with_another_token_are_told_so(voters: Voters) -> None:

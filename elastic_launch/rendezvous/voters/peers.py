@@ -14,7 +14,7 @@ from elastic_launch.rendezvous.wire.authentication import Channel
 from elastic_launch.system.threads import VitalThread
 
 PATIENCE = 2.0
-"""Seconds for a connection to be made, and without an answer after which another one is made."""
+"""Seconds for a connection to be made, and without an answer or after a refusal until another one is made."""
 
 PAUSE = 0.1
 """Seconds between two attempts to connect."""
@@ -22,10 +22,13 @@ PAUSE = 0.1
 POLL = 0.05
 """Seconds after which a thread that waits for an answer looks whether another request has taken its place."""
 
-_STRANGER = "it was started for another run, or with other names of the hosts that keep the record"
-
 GRACE = 1.0
 """Seconds that closing waits for threads; one that hangs in a resolver is left behind."""
+
+
+class _StrangerError(ConnectionError):
+    def __init__(self) -> None:
+        super().__init__("it was started for another run, or with other names of the hosts that keep the record")
 
 
 class Peers:
@@ -102,9 +105,10 @@ class _Peer:
                 except (OSError, UnicodeError, ProtocolError) as error:
                     self.problem = _words(error)
                     self._hang_up()
+                    pause = PATIENCE if isinstance(error, _StrangerError) else PAUSE
                     with self._changed:
                         self._next = self._next or (request if self.again else None)
-                        self._changed.wait_for(lambda: self._closed, PAUSE)
+                        self._changed.wait_for(lambda: self._closed, pause)
         finally:
             self._hang_up()
 
@@ -136,7 +140,9 @@ class _Peer:
             for answer in map(MESSAGES.unpack, lines):
                 if not isinstance(answer, VoterAnswer) or answer.voter != self._name:
                     raise ProtocolError("It does not answer as this voter.")
-                self.problem = _STRANGER if answer.refused else ""
+                if answer.refused:
+                    raise _StrangerError
+                self.problem = ""
                 self._heard(answer)
                 if answer.id == request.id:
                     self._silent_since = 0.0

@@ -99,7 +99,8 @@ class VoterServer:
             if not data and not link.channel.unsent:
                 return False
             for line in link.channel.feed(data):
-                self._receive(number, link, line)
+                if not link.closing:
+                    self._receive(number, link, line)
         except BlockingIOError:
             pass
         except ProtocolError as error:
@@ -117,7 +118,10 @@ class VoterServer:
         request = MESSAGES.unpack(line)
         if isinstance(request, VoterAnswer):
             raise ProtocolError("An answer came instead of a request.")
-        self._links.greet(number, codec.MAX_BYTES)
         answer = self._vote(request)
         if answer is not None:
             link.channel.send(MESSAGES.pack(answer))
+        if answer is not None and answer.refused:
+            link.closing = True
+        else:
+            self._links.greet(number, codec.MAX_BYTES)
