@@ -94,6 +94,17 @@ def test_a_warm_server_that_dies_while_workers_train_is_replaced_at_once(job: Jo
     assert "import for" not in agent.output
 
 
+def test_a_file_of_imports_that_cannot_be_opened_in_time_delays_no_worker(job: Job) -> None:
+    log = job.logs / "run" / "imports-a.log"
+    log.parent.mkdir(parents=True, mode=0o700)
+    os.mkfifo(log)  # opening it hangs, as on a file system that does not answer
+    agent = job.launch("--rdzv-id", "run", "--node-id", "a", *LEAN, command=_script(job, "import torch"))
+    job.world(1)
+    job.finish()
+    assert agent.wait() == 0
+    assert "import for themselves" not in agent.output
+
+
 @pytest.mark.slow
 def test_an_interpreter_with_options_of_its_own_is_kept(job: Job) -> None:
     program = ["-X", "utf8", "-m", "elastic_launch", *LEAN, "--log-dir", str(job.logs), *_script(job, "import torch")]

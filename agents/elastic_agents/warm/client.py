@@ -20,7 +20,7 @@ from elastic_agents.warm._import_watch import PER_WORKER
 from elastic_agents.warm._record import Learned
 from elastic_agents.warm.fork_bootstrap import SERVER, ServerLink
 from elastic_agents.warm.prefork import Prefork
-from elastic_agents.warm.server import command, open_log, server_environment, server_settings
+from elastic_agents.warm.server import OPEN_TIMEOUT, command, open_log, server_environment, server_settings
 from elastic_agents.workers.processes import StartRequest
 from elastic_agents.workers.sessions import kill_sessions, reap_orphans
 from elastic_launch.config.launch_config import LaunchConfig
@@ -29,9 +29,6 @@ from elastic_launch.system.wake import Waker
 from elastic_launch.system.writer_thread import Writer
 
 _log = logging.getLogger("elastic_launch.warm")
-
-OPEN_TIMEOUT = 3.0
-"""Seconds that opening the file for the imports' output may take."""
 
 PATIENCE = 120.0
 """Seconds that the first workers wait for the imports at most; then they import for themselves."""

@@ -27,7 +27,7 @@ from elastic_agents.warm._import_watch import watched
 from elastic_agents.warm._preload import Preload
 from elastic_agents.warm._record import new_record
 from elastic_agents.warm.run_script import BLOCKED, show
-from elastic_agents.warm.server import open_log, serve_as
+from elastic_agents.warm.server import OPEN_TIMEOUT, open_log, serve_as
 
 SERVER = "the warm server"
 
@@ -201,7 +201,14 @@ def _be_server(log: str, mask: list[int], inherited: list[int]) -> None:
     os.setsid()
     set_dumpable(True)  # workers are the user's programs, and hide nothing from the user
     signal.pthread_sigmask(signal.SIG_SETMASK, {*BLOCKED, *mask})
-    with open_log(log) as output:
+    from elastic_launch.system.threads import within
+
+    try:
+        # The thread has ended before this process forks; one that hangs holds no lock that a worker might need.
+        output = within(OPEN_TIMEOUT, "opening the file for the imports' output", partial(open_log, log))
+    except TimeoutError:
+        output = open_log(os.devnull)
+    with output:
         for descriptor in (1, 2):
             os.dup2(output.fileno(), descriptor)
     for descriptor in inherited:

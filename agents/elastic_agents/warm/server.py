@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from elastic_agents.workers.processes import StartRequest
     from elastic_launch.config.launch_config import LaunchConfig
 
+OPEN_TIMEOUT = 3.0
+"""Seconds that opening the file for the imports' output may take."""
+
 MOST_RESTARTS = 5
 """How often this process begins again without the modules that must not be loaded ahead."""
 
