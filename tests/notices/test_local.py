@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from elastic_agents.notices import Trouble
 from elastic_agents.notices.file import File
 from elastic_agents.notices.notice_watch import sources_of
-from elastic_agents.notices.slurm import Slurm, seconds_left
+from elastic_agents.notices.slurm import AGAIN, Slurm, seconds_left
 from elastic_launch.config.notice_sources import AUTO, SPELLINGS, NoticeSource, parse_source
 from elastic_launch.testing import FakeClock
 
@@ -82,14 +83,29 @@ def test_a_slurm_job_whose_time_was_extended_stays() -> None:
 
 
 @pytest.mark.parametrize("end", ["", "Unknown", "1600000000"])
-@pytest.mark.parametrize("answer", [None, math.inf, 100.0])
-def test_slurm_is_asked_at_once_when_the_end_is_not_known(end: str, answer: float | None) -> None:
+@pytest.mark.parametrize("answer", [math.inf, 100.0])
+def test_slurm_is_asked_at_once_when_the_end_is_not_known(end: str, answer: float) -> None:
     clock = FakeClock()
     source, asked = slurm(end, clock, answer, 5.0)
     assert source.poll() == source.poll() == []
     assert asked == ["17"]
     clock.advance(100)
     assert len(source.poll()) == (answer == 100.0)
+
+
+@pytest.mark.parametrize("end", ["", "1600000000"])
+def test_slurm_is_asked_again_until_it_says_when_the_job_ends(end: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    clock = FakeClock()
+    source, asked = slurm(end, clock, None, None, 600.0, 30.0)
+    for number in range(1, 4):
+        assert source.poll() == source.poll() == []
+        assert len(asked) == number
+        clock.advance(AGAIN)
+    assert [record.message.partition(" is ")[2] for record in caplog.records] == ["not known", "600 s away"]
+    clock.advance(540 - AGAIN)
+    (notice,) = source.poll()
+    assert notice.seconds == 30.0
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,9 @@ _log = logging.getLogger("elastic_launch.notices")
 AHEAD = 60.0
 """Seconds before the end of a Slurm job at which the node leaves; then come SIGTERM, and SIGKILL after KillWait."""
 
+AGAIN = 60.0
+"""Seconds after which Slurm is asked again if it did not answer, and the end is not known otherwise."""
+
 ANSWER = 10.0
 """Seconds to wait for squeue."""
 
@@ -24,8 +27,8 @@ class Slurm(Source):
     """The end of a job: SLURM_JOB_END_TIME, a Unix time, as known when the job began.
 
     Slurm is asked a minute before that, since the job's time may have been extended, and at the start if the variable
-    is not set, as by Slurm 22.05. Comparing the cluster's clocks is safe, since munge rejects hosts that are five
-    minutes off.
+    is not set, as by Slurm 22.05; then again every minute until it answers. Comparing the cluster's clocks is safe,
+    since munge rejects hosts that are five minutes off.
     """
 
     name = "Slurm"
@@ -43,23 +46,35 @@ class Slurm(Source):
         self.watched = f"the end of job {self._job}"
         self._clock = clock
         self._ask = ask or seconds_left
-        self._asked = False
-        self._end = clock()
+        self._end = math.inf
+        self._ask_at = -math.inf
+        self._said = ""
         if end.isascii() and end.isdigit() and len(end) < 12:
-            self._end += int(end) - now()
+            self._end = clock() + int(end) - now()
+            self._ask_at = self._end - AHEAD
 
     def poll(self) -> Sequence[Notice]:
+        if self._clock() >= self._ask_at:
+            self._look()
         left = self._end - self._clock()
-        if left <= AHEAD and not self._asked:
-            found = self._ask(self._job)
-            left = found if found is not None else left if left > 0 else math.inf
-            self._end = self._clock() + left
-            self._asked = left <= AHEAD
-            if not self._asked:
-                _log.info("notices from Slurm: %s is %s", self.watched, _later(found))
         if left > AHEAD:
             return []
         return [Notice(self.name, "time limit", f"the end of job {self._job}", max(0.0, left))]
+
+    def _look(self) -> None:
+        """Ask Slurm when the job ends, and determine when to ask again."""
+        found, now = self._ask(self._job), self._clock()
+        if found is not None:
+            self._end = now + found
+        elif self._end <= now:
+            self._end = math.inf
+        if self._end - now <= AHEAD:
+            self._ask_at = math.inf
+            return
+        self._ask_at = now + AGAIN if found is None else self._end - AHEAD
+        if (said := _later(found)) != self._said:
+            self._said = said
+            _log.info("notices from Slurm: %s is %s", self.watched, said)
 
 
 def _later(left: float | None) -> str:
