@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import socket
 import tempfile
+import time
 from pathlib import Path
+from threading import Event
+from typing import NoReturn
 
 import pytest
 
 from elastic_launch.cli import output_flags
 from elastic_launch.cli.main import parse
+from elastic_launch.cli.output_flags import make_run_directory
 from elastic_launch.config.output import Output, Route, Std, Streams, parse_ranks, parse_streams
 from elastic_launch.contract import Placement
 from elastic_launch.errors import UsageError
@@ -256,3 +260,23 @@ def test_without_a_home_or_temporary_directory_a_place_for_files_is_required(
     with pytest.raises(UsageError, match="there is no place for this run's files") as caught:
         parse([SCRIPT], {"HOME": str(tmp_path / "file")})
     assert caught.value.hint == "Name a directory with --log-dir DIR, or with XDG_STATE_HOME."
+
+
+@pytest.mark.parametrize("function", ["writable", "untrusted"])
+def test_a_log_directory_whose_file_system_does_not_answer_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, function: str
+) -> None:
+    answers = Event()
+
+    def hang(path: Path, **options: bool) -> NoReturn:
+        answers.wait(60)
+        raise OSError("it never answers")
+
+    monkeypatch.setattr(output_flags, function, hang)
+    monkeypatch.setattr(output_flags, "PATIENCE", 0.2)
+    began = time.monotonic()
+    with pytest.raises(UsageError, match=f"--log-dir {tmp_path}: the file system does not answer") as caught:
+        make_run_directory(parse(["--log-dir", str(tmp_path), SCRIPT], {}))
+    answers.set()
+    assert time.monotonic() - began < 30
+    assert caught.value.hint == "Name a directory on another one with --log-dir."

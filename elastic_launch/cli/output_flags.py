@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeVar
 
 from elastic_launch.cli.flags import Values
 from elastic_launch.config.launch_config import KEPT_RUNS, LaunchConfig, state_directory, writable
@@ -28,8 +29,14 @@ from elastic_launch.config.output import (
 )
 from elastic_launch.errors import UsageError
 from elastic_launch.system.private_files import make_private, untrusted
+from elastic_launch.system.threads import within
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+PATIENCE = 30.0
+"""Seconds for which the file system of the logs may take to answer at the start; it may have to be mounted first."""
 
 _IMPOSSIBLE = (
     *(errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG),
@@ -92,6 +99,10 @@ def read_progress(values: Values, *, own_agent: bool) -> str:
 def read_log_dir(values: Values) -> tuple[Path, Path | None]:
     """Return the base directory of the logs, and that of the link to the newest run if it is elsewhere."""
     text = values.text("--log-dir")
+    return _in_time(text, lambda: _log_dir(text, values))
+
+
+def _log_dir(text: str | None, values: Values) -> tuple[Path, Path | None]:
     if text is None and values.torchrun:
         return _writable(_temporary(tempfile.gettempdir) / f"torchelastic_{secrets.token_hex(4)}"), None
     if text is None or text == os.devnull:  # elasticctl finds a run by its files, even if no logs are kept
@@ -127,6 +138,10 @@ def make_run_directory(config: LaunchConfig) -> LaunchConfig:
     Returns:
         The configuration; with another log directory if another user may control the default one.
     """
+    return _in_time(str(config.log_dir), lambda: _make_run_directory(config))
+
+
+def _make_run_directory(config: LaunchConfig) -> LaunchConfig:
     if config.link_dir is None:
         if reason := untrusted(config.run_directory, exclusive=False):
             raise UsageError(
@@ -150,6 +165,21 @@ def make_run_directory(config: LaunchConfig) -> LaunchConfig:
             ) from error
         return _moved(config, f"the run's directory cannot be created: {error}")
     return config
+
+
+def _in_time(where: str | None, look: Callable[[], T]) -> T:
+    """Return what a look at a log directory returns, if its file system answers.
+
+    Args:
+        where: the directory; None: the default one.
+    """
+    try:
+        return within(PATIENCE, "the file system", look)
+    except TimeoutError as error:
+        raise UsageError(
+            f"--log-dir {where or '(its default)'}: the file system does not answer.",
+            "Name a directory on another one with --log-dir.",
+        ) from error
 
 
 def _moved(config: LaunchConfig, reason: str) -> LaunchConfig:
