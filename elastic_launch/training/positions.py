@@ -21,6 +21,11 @@ FIRST = 3
 SHARE = 0.002
 """Fraction of the time that it may cost to look what passes change, except in exact mode."""
 
+_REMEDY = (
+    "Change it after step.update(), once for each step. If a registered module changes its buffers in training mode "
+    "(BatchNorm), give it to run.steps() as one of the models, or call its eval()"
+)
+
 
 class Positions:
     """Follows the state of a loop: the start of each step, or of a pass in it, is a position.
@@ -144,13 +149,13 @@ class Positions:
         if self._exact:
             raise UsageError(
                 f"exact=True: {what}, so the result would depend on how many ranks share them.",
-                "Change it after step.update(), once for each step. What a model changes by design and does not train "
-                "needs a rule, such as buffers={name: 'last'}.",
+                f"{_REMEDY}. What a model changes by design and does not train needs a rule, such as "
+                "buffers={name: 'last'}.",
             )
         if not self._warned and self._rounds.world.rank == 0:
             self._warned = True
             _log.warning(
-                "%s: the result depends on how many ranks share them, and the ranks may have different values. Change "
-                "it after step.update(), once for each step",
+                "%s: the result depends on how many ranks share them, and the ranks may have different values. %s",
                 what,
+                _REMEDY,
             )

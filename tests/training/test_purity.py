@@ -327,6 +327,49 @@ def test_a_teacher_that_micro_batches_change_is_refused_and_a_metric_is_not(run:
         _train(Run(Engine(World(), torch.device("cpu"))), _model(), moved)
 
 
+def _train_towards(run: Run, target: nn.Module, *, within: bool, exact: bool) -> str:
+    """Train a model towards the output of a network that is its average, as BYOL does."""
+    online = _model(nn.BatchNorm1d(8))
+    optimizer = torch.optim.SGD(online.parameters(), lr=0.1)
+    model = {"online": online, "target": target} if within else online
+    for step in run.steps(_loader(), model, optimizer, until="2ba", exact=exact):
+        for x, _ in step:
+            with torch.no_grad():
+                wanted = target(x)
+            step.backward(F.mse_loss(online(x), wanted))
+        step.update()
+        with torch.no_grad():
+            for parameter, trained in zip(target.parameters(), online.parameters(), strict=True):
+                parameter.lerp_(trained, 0.1)
+    return el.weights_sha256(target)
+
+
+def test_a_registered_target_network_with_batch_norm(run: Run, caplog: Any) -> None:
+    def another() -> Run:
+        return Run(Engine(World(), torch.device("cpu")))
+
+    target = _model(nn.BatchNorm1d(8)).requires_grad_(False)
+    before = el.weights_sha256(target)
+    run.register("target", target)
+    with pytest.raises(UsageError, match=r"step 1: (.|\n)*target: 2\.running_mean(.|\n)*one of the models, or call"):
+        _train_towards(run, target, within=False, exact=True)
+    assert all(map(torch.equal, target.parameters(), _model(nn.BatchNorm1d(8)).parameters()))
+    assert el.weights_sha256(target) != before  # its buffers
+    default = another()
+    default.register("target", target)
+    _train_towards(default, target, within=False, exact=False)
+    assert [record.levelno for record in caplog.records if "target: 2.running_mean" in record.message] == [
+        logging.WARNING
+    ]
+    for within, mode in [(True, True), (False, False)]:
+        caplog.clear()
+        accepted, target = another(), _model(nn.BatchNorm1d(8)).requires_grad_(False).train(mode)
+        if not within:
+            accepted.register("target", target)
+        _train_towards(accepted, target, within=within, exact=True)
+        assert not caplog.records
+
+
 def test_generators_of_the_loop(run: Run) -> None:
     def train(draw: Callable[[], float]) -> None:
         run, model = Run(Engine(World(), torch.device("cpu"))), _model()

@@ -179,6 +179,19 @@ def test_buffers_and_what_is_allowed_may_change_between_micro_batches() -> None:
     assert training.start.changed_in_pass({"linear.weight"}) == []
 
 
+def test_buffers_of_a_registered_module_may_not_change_unless_they_are_the_model_s() -> None:
+    gate = Gate()
+    training = Training(target=gate)
+    assert training.within(lambda training: gate.seen.add_(1)) == ["target: seen"]
+    assert training.start.spoiled() == ["target: seen"]
+    gate.seen = torch.ones(())
+    assert training.start.changed_in_pass() == training.start.spoiled() == ["target: seen"]
+    wrapped = Training()
+    wrapped.state.register("wrapper", nn.Sequential(wrapped.model))
+    wrapped.start = wrapped.state.follow_steps()
+    assert wrapped.within(count) == wrapped.start.spoiled() == []
+
+
 class Point:
     def __init__(self, x: float) -> None:
         self.x = x

@@ -45,6 +45,9 @@ AGAIN = 64
 _VALUE = 64
 """Bytes counted for a value that is not a tensor."""
 
+MODEL = "model"
+"""Name of the part whose buffers have rules."""
+
 _PLAIN = frozenset((int, float, bool, str, bytes, complex, type(None)))
 
 Start = dict[str, Any]
@@ -94,9 +97,9 @@ def overlay(states: dict[str, Any], start: Start) -> None:
 class _Mark:
     """What the watched tensors were at one time."""
 
-    names: list[str]  # of the parameters, then of the buffers
+    names: list[str]  # as in StepStart
     tensors: list[Tensor]
-    parameters: int  # number of those that are parameters
+    fixed: int
     addresses: list[int]
     versions: list[int]
     sums: list[int] | None  # checksums
@@ -128,9 +131,9 @@ class StepStart:
         self._count = -1
         self._members: list[Any] = []
         self._own: list[Tensor] = []
-        self._tensors: list[Tensor] = []  # parameters, then buffers
+        self._tensors: list[Tensor] = []  # parameters, buffers of registered modules, then those of the model
         self._names: list[str] = []
-        self._parameters = 0
+        self._fixed = 0  # number of those that passes may not change: all but the model's buffers, which have rules
         self._sharded = False
         self._states: dict[str, tuple[list[Any], list[Tensor]]] = {}  # of the optimizers: values, those with a version
         self.open = False  # whether a step is under way
@@ -228,8 +231,8 @@ class StepStart:
     def pass_begins(self, *, look: bool = True) -> list[str]:
         """Note that the head has ended; return the names of what it has changed and is not copied.
 
-        Unless told to ``look`` at all of it, as :meth:`changed_in_pass` needs, only changed buffers are seen: passes
-        change them, too, so :meth:`spoiled` cannot see them later, as it does all else.
+        Unless told to ``look`` at all of it, as :meth:`changed_in_pass` needs, only changed buffers of the model are
+        seen: passes change them, too, so :meth:`spoiled` cannot see them later, as it does all else.
         """
         if not (look or self._sums_now) and self._at is not None and not self._buffers_changed(self._at):
             return []
@@ -246,11 +249,11 @@ class StepStart:
         return [] if self._at is None else _differences(self._at, self._behind, buffers=True)
 
     def _buffers_changed(self, mark: _Mark) -> bool:
-        buffers = mark.tensors[mark.parameters :]
-        return bool(buffers) and self._marks(buffers)[1] != mark.versions[mark.parameters :]
+        buffers = mark.tensors[mark.fixed :]
+        return bool(buffers) and self._marks(buffers)[1] != mark.versions[mark.fixed :]
 
     def changed_in_pass(self, allowed: Collection[str] = ()) -> list[str]:
-        """Return the names of what has changed since the head ended, but for buffers and the allowed names.
+        """Return the names of what has changed since the head ended, but for the model's buffers and allowed names.
 
         It is not known, and the result is empty, if :meth:`pass_begins` did not look.
         """
@@ -332,10 +335,12 @@ class StepStart:
         self._members = [*chain.from_iterable(map(_values, self._filled))]
         self._count, self._own = sum(map(len, self._dicts)), own
         parameters: dict[int, tuple[str, Tensor]] = {}
-        buffers: dict[int, tuple[str, Tensor]] = {}
+        of_model: dict[int, tuple[str, Tensor]] = {}
+        of_others: dict[int, tuple[str, Tensor]] = {}
         self._extra = []
         for name, path, module in modules:
-            prefix = f"{name}: " * (name != "model") + f"{path}." * bool(path)
+            prefix = f"{name}: " * (name != MODEL) + f"{path}." * bool(path)
+            buffers = of_model if name == MODEL else of_others
             for found, each in ((parameters, module._parameters), (buffers, module._buffers)):
                 for key, tensor in each.items():
                     if tensor is not None:
@@ -351,9 +356,11 @@ class StepStart:
                     self.blind.append(key)
         for number, parameter in enumerate(own):
             parameters.setdefault(id(parameter), (f"parameter {number} of the optimizer", parameter))
-        self._parameters = len(parameters)
-        both = [*parameters.values(), *buffers.values()]
-        self._names, self._tensors = [name for name, _ in both], [tensor for _, tensor in both]
+        # A registered module may be one of the model's, or have it.
+        fixed = {**parameters, **{key: each for key, each in of_others.items() if key not in of_model}}
+        found_all = [*fixed.values(), *of_model.values()]
+        self._fixed = len(fixed)
+        self._names, self._tensors = [name for name, _ in found_all], [tensor for _, tensor in found_all]
         self._sharded = any(map(is_sharded, self._tensors))
 
     def _mark(self, *, others: bool) -> _Mark:
@@ -373,7 +380,7 @@ class StepStart:
                 plain = [hash(x) for x in leaves if type(x) in _PLAIN]
                 known[name] = [], [*addresses_, *versions_, *plain]
         sums = self._sums(tensors) if self._sums_now else None
-        return _Mark(self._names, tensors, self._parameters, addresses, versions, sums, known)
+        return _Mark(self._names, tensors, self._fixed, addresses, versions, sums, known)
 
     def _marks(self, tensors: list[Tensor]) -> tuple[list[int], list[int]]:
         """Return the addresses and the versions of tensors."""
@@ -511,12 +518,12 @@ def _differences(before: _Mark, now: _Mark, *, buffers: bool) -> list[str]:
     """Return the names of what differs between two marks."""
     found: list[str] = []
     if before.tensors is not now.tensors:
-        counts = [len(mark.names) if buffers else mark.parameters for mark in (before, now)]
+        counts = [len(mark.names) if buffers else mark.fixed for mark in (before, now)]
         there = dict(zip(before.names[: counts[0]], map(id, before.tensors), strict=False))
         here = dict(zip(now.names[: counts[1]], map(id, now.tensors), strict=False))
         found = [name for name in {**there, **here} if there.get(name) != here.get(name)]
     elif (before.addresses, before.versions, before.sums) != (now.addresses, now.versions, now.sums):
-        count = len(now.tensors) if buffers else now.parameters
+        count = len(now.tensors) if buffers else now.fixed
         sums = zip(before.sums, now.sums, strict=True) if before.sums and now.sums else repeat((0, 0))
         marks = zip(now.names[:count], before.addresses, now.addresses, before.versions, now.versions, strict=False)
         seen = zip(marks, sums, strict=False)
