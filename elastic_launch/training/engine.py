@@ -69,8 +69,8 @@ class Engine:
         self.evaluates = False  # whether all ranks have agreed to evaluate; the loop resets it
         self.sharded = False  # whether the model that is trained is sharded
         self.checkpoint: CheckpointManager | None = None  # where to save to, once a state was restored
-        # The same one in every round, and for a second training that goes on with the first one's checkpoints.
-        self._managers: dict[Checkpoint, CheckpointManager] = {}
+        # By directory: the same one in every round, and for a loop that goes on with an earlier one's checkpoints.
+        self._managers: dict[str, CheckpointManager] = {}
         self.saver = Saver(world or World(), link, self.rounds.confirm_state)
         self.trainings = Trainings()
         self.background = Background(lambda: self._termination.asked or self.rounds.link.ends(), self._report_drained)
@@ -160,9 +160,13 @@ class Engine:
             live: see :meth:`Saver.restore`.
         """
         self.trainings.begin(trained, checkpoint)
-        if checkpoint is not None and checkpoint not in self._managers:
-            self._managers[checkpoint] = CheckpointManager(checkpoint)
-        self.checkpoint = None if checkpoint is None else self._managers[checkpoint]
+        self.checkpoint = None
+        if checkpoint is not None:
+            where = str(checkpoint.directory)
+            if where not in self._managers:
+                self._managers[where] = CheckpointManager(checkpoint)
+            self.checkpoint = self._managers[where]
+            self.checkpoint.settings = checkpoint
         began = time.monotonic()
         with telling(self.rounds.link):
             try:

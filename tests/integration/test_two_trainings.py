@@ -1,4 +1,7 @@
-"""A script with two trainings: processes that only restore the end of the first one begin the second one alike."""
+"""A script with two trainings: processes that only restore the end of the first one begin the second one alike.
+
+Or with several loops that are one training.
+"""
 
 from __future__ import annotations
 
@@ -66,3 +69,17 @@ def test_what_is_lost_of_the_second_training_is_not_hidden_by_the_longer_first_o
     agent = job.launch("--standalone", "--nproc", "2", "--max-restarts", "0", command=command)
     assert agent.wait(100) == 1, agent.output
     assert re.search(rf" {said.format(job.work)}$", agent.output, re.MULTILINE), agent.output
+
+
+@pytest.mark.parametrize("step", [6, pytest.param(10, marks=pytest.mark.slow)])
+def test_a_kill_in_a_later_loop_of_a_training_does_not_look_like_another_run(
+    job: Job, tmp_path: Path, step: int
+) -> None:
+    script = str(SCRIPTS / "epochs.py")
+    (alone,) = weights_in(run_script(script, str(tmp_path / "alone")))
+    env = FaultPlan.fail_at(1, step).environment()
+    agent = job.launch("--standalone", "--nproc", "2", command=[script, str(job.work)], env=env)
+    assert agent.wait(100) == 0, agent.output
+    assert agent.output.count("planned fault") == 1
+    assert weights_in(agent.output) == [alone] * 2
+    assert "Two runs" not in agent.output

@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 import elastic_launch as el
+from elastic_launch import snapshot
 from elastic_launch.errors import ElasticLaunchError, UsageError
+from elastic_launch.snapshot.storage import owner
 from elastic_launch.training.data.loader import epochs_of
 from elastic_launch.training.engine import Engine
 from elastic_launch.training.gradients.accumulation import ExactGradients
@@ -212,6 +214,27 @@ def test_another_model_does_not_get_what_an_earlier_training_has_saved(tmp_path:
     train(model)
     with pytest.raises(UsageError, match=f"{tmp_path} has the checkpoints of another training of this script"):
         train(nn.Linear(4, 4))
+
+
+def test_a_later_loop_takes_no_directory_again(tmp_path: Path) -> None:
+    """Else states of the same run's earlier loops, which a restart may find in memory, would be of another run."""
+    run, models = _run(), {name: nn.Linear(4, 4) for name in "ab"}
+
+    def train(name: str, until: int) -> bytes:
+        model, saving = models[name], el.Checkpoint(tmp_path / name, every=100)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for step in run.steps(_loader(), model, optimizer, until=f"{until}ba", checkpoint=saving):
+            for x in step:
+                step.backward(model(x).square().mean())
+            step.update()
+        return (tmp_path / name / owner.OWNER).read_bytes()
+
+    marks = [train("a", 2), train("b", 2)]
+    assert train("b", 3) == marks[1]
+    assert train("a", 3) == marks[0]
+    saved = [info.meta["branch"] for info in snapshot.find(tmp_path / "a")]
+    assert len({(branch["epoch"], branch["since"], branch["began"]) for branch in saved}) == 1
+    assert len(saved) == 2
 
 
 def test_trainers_that_take_turns_each_resume_where_they_were(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ def following(
     parent: tuple[int, int] | None = None,
     base: tuple[int, str] | None = None,
     taken: int = 0,
+    again: bool = False,
 ) -> Branch:
     """Return the branch that a start of the training saves under.
 
@@ -54,10 +55,11 @@ def following(
         parent: round and step of the state that it resumes from; None if there is none.
         base: step and place of that state if it is durable.
         taken: the location's last epoch; 0 for a state in memory, which is this run's.
+        again: whether this process has taken the location before, for an earlier loop of the script.
     """
     known = meta.get("branch", {})
     # Under the same id, an earlier run may have saved it. This run's first start has taken the location since then.
-    same = world_round > 1 and known.get("run") == run and int(known["epoch"]) >= taken
+    same = (world_round > 1 or again) and known.get("run") == run and int(known["epoch"]) >= taken
     number = max(world_round + (int(known["ahead"]) if same else 0), highest + 1)
     line = [*((int(round), int(step)) for round, step in known.get("line", ())), *([parent] if parent else [])]
     if base is None and same and known["base"] is not None:

@@ -155,7 +155,8 @@ class CheckpointManager:
             if self.settings.start_from is not None:
                 resumed = self.settings.start_from.begin(world, identity, parts)
                 self._last_step = resumed.step
-            self._begin(world, {}, taken=found.taken)
+            earlier = {"branch": self.branch.meta(run_id())} if self._has_begun else {}
+            self._begin(world, earlier, taken=found.taken)
         else:
             origin = f"The checkpoint of step {found.step} in {found.path}"
             check_identity(identity, found.meta, origin)
@@ -163,9 +164,16 @@ class CheckpointManager:
             self._begin(world, found.meta, (found.round, found.step), base=base, taken=found.taken)
             self._last_step = found.step
             resumed = Resumed.of(found.step, found.state, found.meta, origin)
-        # Last: a training that does not belong here must not take the location from one that does.
-        self._take(world)
+        # Last: a training that does not belong here must not take the location from one that does. An earlier loop of
+        # the script has taken it for this one, too: to take it again would hide that another run has taken it since.
+        if not self._owner:
+            self._take(world)
         return resumed
+
+    @property
+    def _has_begun(self) -> bool:
+        """Whether this process has a branch here already, as of an earlier loop of the script."""
+        return self.branch.round > 0
 
     @property
     def opened_before(self) -> bool:
@@ -522,8 +530,10 @@ class CheckpointManager:
         base: tuple[int, str] | None = None,
         taken: int = 0,
     ) -> None:
-        highest = self._highest
-        self.branch = following(world.round, run_id(), meta, highest, parent=parent, base=base, taken=taken)
+        highest, again = self._highest, self._has_begun
+        self.branch = following(
+            world.round, run_id(), meta, highest, parent=parent, base=base, taken=taken, again=again
+        )
         self._last_time = time.monotonic()
         self._workers = world.local_world_size
         if not world.first_on_node:
