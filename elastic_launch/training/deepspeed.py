@@ -302,7 +302,7 @@ class EngineGradients(Gradients):
         self._last = number == self._passes - 1
         yield
 
-    def differentiate(self, loss: Tensor) -> None:
+    def differentiate(self, loss: Tensor, *, empty: bool = False) -> None:
         self._backend.backward(loss, last=self._last)
 
     def post(self, table: MeanTable) -> None:

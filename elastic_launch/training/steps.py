@@ -118,7 +118,8 @@ class Step:
 
         Raises:
             UsageError: if ``loss`` or a metric has more than one element, ``loss`` does not require a gradient, the
-                metrics have other names, or no micro-batch is waiting for its backward pass.
+                metrics have other names, no micro-batch is waiting for its backward pass, or a backward pass that the
+                script has run itself has left a gradient.
         """
         self._transaction.backward(loss, weight, metrics or {})
 

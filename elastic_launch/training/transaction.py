@@ -432,9 +432,10 @@ class Transaction:
         this, plan, gradients = self._pass, self.share.plan, self.share.gradients
         if self._empty:
             self._empty = False
-            loss.backward()  # type: ignore[no-untyped-call]
+            gradients.differentiate(loss, empty=True)
             return
         if self._bits is not None:
+            gradients.refuse_own()
             self._bits.loss, gradients.void = checksums([loss.detach()]), weight == 0
             gradients.differentiate(self._weighted(loss, weight, self._factor))
             return

@@ -75,7 +75,7 @@ def test_each_world_trains_the_same_on_all_ranks(job: Job, alone: dict[str, dict
             "rank 1 has 0.weight (float32[5, 3], requires_grad=True) where",
             marks=pytest.mark.slow,
         ),
-        pytest.param("LateBackward", "default", "The gradient of 2.", marks=pytest.mark.slow),
+        pytest.param("LateParts", "default", "The gradient of 0.", marks=pytest.mark.slow),
         pytest.param(
             "FrozenInAStep", "exact", "changed in the middle of a step: 0.weight, 0.b", marks=pytest.mark.soak
         ),

@@ -233,6 +233,27 @@ def test_a_module_that_is_sharded_by_itself_must_be_called(run: Run) -> None:
         _go(run, _sharded(model))
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_backward_pass_of_the_scripts_own_is_refused_and_a_gradient_of_inputs_is_not(run: Run, exact: bool) -> None:
+    def trained(model: nn.Module, *, own: bool) -> str:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for step in run.steps(_loader(), model, optimizer, until="2ba", exact=exact):
+            for x, y in step:
+                inputs = x.clone().requires_grad_()
+                loss = nn.functional.cross_entropy(step.model(inputs), y)
+                if own:
+                    loss.backward()  # type: ignore[no-untyped-call]
+                (gradient,) = torch.autograd.grad(loss, inputs)
+                step.backward(nn.functional.cross_entropy(step.model(x + gradient.sign()), y))
+            step.update()
+        return el.weights_sha256(model)
+
+    found, expected = trained(_model(), own=False), trained(_model("none"), own=False)
+    assert found == expected or not exact
+    with pytest.raises(UsageError, match="run a backward pass itself that reaches parameters of the sharded model"):
+        trained(_model(), own=True)
+
+
 def test_sparse_gradients_are_refused_by_name(run: Run) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Embedding(4, 2, sparse=True))
     with pytest.raises(UsageError, match=r"1\.weight, of an embedding with sparse=True, gets a sparse gradient"):

@@ -453,6 +453,49 @@ def test_what_the_script_does_to_gradients_in_the_loop_changes_nothing(exact: bo
     assert weights_sha256(model) == weights_sha256(expected)
 
 
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("how", ["default", "exact", "checked"])
+def test_a_backward_pass_of_the_scripts_own_counts_nothing(how: str, zeros: bool) -> None:
+    """As that for an adversarial input; if a micro-batch is computed again, too."""
+
+    def trained(*, own: bool) -> str:
+        run, model = Run(Engine(World(), torch.device("cpu"))), _model()
+        options: Any = {"exact": how != "default", "verify": how == "checked"}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in run.steps(_loader(3), model, optimizer, until="4ba", **options):
+            for x, y in step:
+                inputs = x.clone().requires_grad_()
+                loss = _mse(step, (inputs, y))
+                if own:
+                    loss.backward()  # type: ignore[no-untyped-call]
+                    model.zero_grad(set_to_none=not zeros)
+                gradient = inputs.grad if own else torch.autograd.grad(loss, inputs)[0]
+                assert gradient is not None
+                step.backward(_mse(step, (x + gradient.sign(), y)))
+            step.update()
+        return weights_sha256(model)
+
+    assert trained(own=True) == trained(own=False)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_gradients_that_the_script_leaves_beside_the_steps_are_refused(where: str, exact: bool) -> None:
+    """They may be meant to count, or not: in plain PyTorch they would."""
+
+    def backward(step: Step, sample: tuple[Tensor, Tensor]) -> None:
+        own = _mse(step, sample)
+        if where == "before":
+            own.backward()  # type: ignore[no-untyped-call]
+        step.backward(_mse(step, sample))
+        if where == "after":
+            own.backward()  # type: ignore[no-untyped-call]
+
+    for micro in (3, 8):  # the next micro-batch notices it, or the end of the step
+        with pytest.raises(UsageError, match=r"run itself has left a gradient in weight"):
+            _train(micro, exact, backward)
+
+
 def test_a_gradient_that_a_hook_of_the_scripts_has_replaced_counts() -> None:
     """The hook sees the gradient of each micro-batch, as at any number of ranks."""
 

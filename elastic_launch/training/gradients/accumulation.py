@@ -1,9 +1,10 @@
 """Accumulates the gradients of micro-batches to those of the global batch.
 
 A hook on every parameter takes its gradient as soon as the backward pass has computed it, whether the forward pass ran
-the whole model or a part of it. ``Gradients`` adds them up in buckets that are reduced over the ranks during the last
-backward pass, see ``buckets``; ``ExactGradients`` adds them up in the fixed tree of ``reduction``. The gradient of a
-parameter stays None if no micro-batch of any rank gave it one.
+the whole model or a part of it. Backward passes that the script runs itself, as for adversarial inputs, leave theirs to
+the script. ``Gradients`` adds them up in buckets that are reduced over the ranks during the last backward pass, see
+``buckets``; ``ExactGradients`` adds them up in the fixed tree of ``reduction``. The gradient of a parameter stays None
+if no micro-batch of any rank gave it one.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ class Gradients:
             if hasattr(each, "_optimizer_step_pre_hooks")  # an optimizer that only wraps others lacks it
         ]
         self.spoiler: Flips | None = None  # flips bits, as a plan of faults says
-        self._taking = False
+        self._taking = False  # whether a backward pass that counts is under way: others are the script's own
         self._recorded: tuple[Bits, ...] = ()
         self._repeats = False  # whether gradients are only recorded
         self.took = False  # whether the last backward pass has computed any gradient
@@ -255,12 +256,8 @@ class Gradients:
         """Context for forward and backward of this rank's number-th micro-batch; restores the buffers on exit."""
         index = self._plan.micro_batches[number].index
         self._reduction.begin(index)
-        self._taking = True
-        try:
-            with nullcontext() if self._shards is None else self._shards.going_through():
-                yield
-        finally:
-            self._taking = False
+        with nullcontext() if self._shards is None else self._shards.going_through():
+            yield
         self._add_buffers(self._buffers.take(index))
         self._reduction.end()
         self._buffers.restore()
@@ -273,6 +270,7 @@ class Gradients:
     def backward(self, number: int) -> Iterator[None]:
         """Context for the backward pass of this rank's number-th micro-batch."""
         self.took = False
+        self.refuse_own()
         self._reduction.begin_pass(last=number == self._plan.grad_accum - 1)
         if self._shards is not None:
             self._shards.begin_pass(number, void=self.void)
@@ -298,9 +296,33 @@ class Gradients:
         if self._shards is not None:
             self._shards.end_pass()
 
-    def differentiate(self, loss: Tensor) -> None:
-        """Run the backward pass of a weighted loss, within :meth:`backward`."""
-        loss.backward()  # type: ignore[no-untyped-call]
+    def differentiate(self, loss: Tensor, *, empty: bool = False) -> None:
+        """Run the backward pass of a weighted loss, within :meth:`backward`; ``empty``: within :meth:`empty_pass`."""
+        self._taking = not empty
+        try:
+            with nullcontext() if self._shards is None else self._shards.differentiating():
+                loss.backward()  # type: ignore[no-untyped-call]
+        finally:
+            self._taking = False
+
+    def refuse_own(self) -> None:
+        """Clear gradients of zeros that the script has left; refuse others, of which it may expect that they count.
+
+        Raises:
+            UsageError: naming a parameter that has one.
+        """
+        for name, parameter in self.parameters.reduced.items():
+            if parameter.grad is None:
+                continue
+            own = local(parameter.grad)
+            if (own.coalesce().values() if own.is_sparse else own).any():
+                raise UsageError(
+                    f"A backward pass that the script has run itself has left a gradient in {name}, beside that of "
+                    "step.backward(loss).",
+                    "If it is not to be trained on, use torch.autograd.grad(), or call zero_grad() of the model or the "
+                    "optimizer right after it. Otherwise add its loss to that of step.backward().",
+                )
+            parameter.grad = None
 
     def _take_gradient(self, which: int, parameter: Tensor) -> None:
         """Take a parameter's gradient as soon as the backward pass has computed it."""
@@ -324,13 +346,12 @@ class Gradients:
         if self._totals is not None and (total := self._totals[which]) is not None:
             if gradient is not total:
                 # One of the script's hooks has replaced it.
-                total.copy_(gradient.detach())
+                total.copy_(gradient)
                 parameter.grad = total
             self._reduction.added(which)
             return
         parameter.grad = None
-        # With create_graph=True it is part of a graph, which the sums would extend.
-        self._reduction.put(which, gradient.detach() if gradient.requires_grad else gradient)
+        self._reduction.put(which, gradient)
 
     def post(self, table: MeanTable) -> None:
         """Start sending a table to all ranks; call :meth:`wait` before reading it.
@@ -381,6 +402,7 @@ class Gradients:
     def _reduce(self, whole: bool) -> list[Tensor]:
         """Set every parameter's gradient; return the sums of what was reduced besides."""
         self.refuse_changes()
+        self.refuse_own()
         if self._new and self.world_size > 1:
             self.parameters.check_new(self._new)
         self._new = []
@@ -529,13 +551,10 @@ class ExactGradients(Gradients):
         before, self._recorded, self._repeats = self._recorded, (*self._recorded, bits), repeated
         if repeated:
             self._states.begin_micro_batch()
-            self._taking = True
         try:
             yield
         finally:
             self._recorded, self._repeats = before, False
-            if repeated:
-                self._taking = False
 
     def restore_buffers(self) -> None:
         """Set buffers, and frozen parameters with a rule, to their values at the step's start."""

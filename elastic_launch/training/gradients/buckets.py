@@ -157,8 +157,7 @@ class BucketedReduction(Reduction):
         if bucket.work is not None:
             raise UsageError(
                 f"The gradient of {self._names[which]} came in several parts, the last one after it was sent.",
-                "Use activation checkpointing with use_reentrant=False, call other losses' backward() before "
-                "step.backward(), or use exact=True.",
+                "Use activation checkpointing with use_reentrant=False, or exact=True.",
             )
 
     def _count(self, which: int, bucket: _Bucket) -> None:

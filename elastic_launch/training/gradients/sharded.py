@@ -74,6 +74,7 @@ class ShardSums:
         self._sums: dict[int, Any] = {}  # of the passes before, by the parameters' ids: the script may clear ``grad``
         self._outlives = outlives
         self._going_through = False
+        self._differentiating = False  # whether a backward pass of the step is under way
         self._goes_on_within = mesh is not None and mesh.tensor.size > 1
         self.failed: RuntimeError | None = None
         """The error by which an exchange of this round has failed. From then on all others count nothing."""
@@ -124,6 +125,12 @@ class ShardSums:
             gathered = getattr(each, "_unsharded_param", None)
             if each.unsharded_accumulated_grad is not None or (gathered is not None and gathered.grad is not None):
                 used.add(id(each.sharded_param))
+        if used and not self._differentiating:
+            raise UsageError(
+                "The script has run a backward pass itself that reaches parameters of the sharded model, which FSDP "
+                "would reduce over the ranks.",
+                "Use torch.autograd.grad() for what is not trained, or add its loss to that of step.backward().",
+            )
         if self._index is not None:
             self._used |= used
         # Older versions of torch do not know it, see _partial(). A module that is called several times in a pass gets
@@ -154,6 +161,15 @@ class ShardSums:
             yield
         finally:
             self._going_through = False
+
+    @contextmanager
+    def differentiating(self) -> Iterator[None]:
+        """The context of a pass's backward pass; within others, which are the script's own, nothing can be reduced."""
+        self._differentiating = True
+        try:
+            yield
+        finally:
+            self._differentiating = False
 
     def exchanged(self, output: Tensor, exchange: Callable[[], Any], *, inner: bool = True) -> Any:
         """Return what an exchange returns; if it has failed, None, with an output of zeros.
