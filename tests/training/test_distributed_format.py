@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from harness import SCRIPTS, Job, run_script
@@ -42,6 +43,8 @@ def same(found: Any, expected: Any, at: str = "") -> None:
         assert len(found) == len(expected), at
         for index, item in enumerate(found):
             same(item, expected[index], f"{at}/{index}")
+    elif isinstance(found, np.ndarray):
+        assert found.tolist() == expected.tolist(), at
     else:
         assert found == expected, at
 
@@ -128,6 +131,34 @@ def test_names_of_one_blob_do_not_hide_another(tmp_path: Path) -> None:
     found = {name: torch.empty_like(value) for name, value in weights.items()}
     dcp.load(found, checkpoint_id=info.path)
     same(found, weights)
+
+
+EMPTY, FULL = torch.empty(0), torch.arange(3.0)
+
+
+@pytest.mark.parametrize(
+    ("state", "names"),
+    [
+        ({"x": {"a.b": FULL, "a": {"b": FULL + 1}}}, {"x.a.b", "x.a.b~2"}),
+        ({"x": {"a": {"b": FULL + 1}, "a.b": FULL, "a.b~2": FULL + 2}}, {"x.a.b", "x.a.b~2", "x.a.b~2~2"}),
+        ({"x": {1: FULL, "1": FULL + 1}}, {"x.1", "x.1~2"}),
+        ({"x": {"a": EMPTY, "b": EMPTY}, "y": [EMPTY]}, {"x.a", "x.b", "y.0"}),
+        ({"x": {"a": FULL, "b": FULL}, "y": [FULL]}, {"x.a", "x.b", "y.0"}),
+        ({"x": {"a.b": np.arange(2), "a": {"b": FULL}}}, {"x.a.b", "x.a.b~2"}),
+        ({"model": {"a": {"b": 5}, "a.b": FULL}}, {"a.b", "a.b~2", "model.a.b"}),
+        ({"model": {"w": FULL, "extra": np.arange(2)}}, {"w", "model.w", "extra", "model.extra", "model.extra.data"}),
+    ],
+)
+def test_places_of_one_name_are_all_kept(tmp_path: Path, state: Any, names: set[str]) -> None:
+    info = snapshot.write(tmp_path, state, step=1, round=1, meta={"format": "dcp"})
+    same(snapshot.load(info).state, state)
+    assert set(dcp.FileSystemReader(info.path).read_metadata().state_dict_metadata) == names
+    if "model" in state:
+        found = {name: torch.empty(3) for name, value in state["model"].items() if value is FULL}
+        for wanted in (found, {"model": found}):
+            dcp.load(wanted, checkpoint_id=info.path)
+            assert all(torch.equal(tensor, FULL) for tensor in found.values())
+            assert found
 
 
 def test_an_agent_copies_a_last_snapshot_in_this_format(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 Torch's readers find tensors by name. A checkpoint has the names of torchtitan, ``<name>`` for the model's, and those of
 ``torch.distributed.checkpoint.state_dict``, ``model.<name>``; for the optimizer both ``param_groups.<name>.lr`` and
-``param_groups.0.lr``. Several names may have one place in the file.
+``param_groups.0.lr``. Several names may have one place in the file. Of two places that would have the same name, as in
+``{"a.b": 1, "a": {"b": 2}}``, the second one has another: ``a.b~2``.
 
 A pickle may call any function. Here it is read with an unpickler that knows only the classes in it, and what it says is
 checked; tensors are read with ``torch.load(weights_only=True)``.
@@ -16,7 +17,6 @@ import math
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -110,30 +110,39 @@ def files(
 
     state = tree.decode(rest, {name: tensors[name] for name in tree.tensor_names(rest)}, take)
     groups = {part: found for part in orders if (found := _numbers(state, part, orders[part]))}
-    names: dict[int, list[Path]] = {id(tensor): _names(path, groups) for path, tensor in stored}
+    names: dict[Path, list[Path]] = {path: _names(path, groups) for path, _ in stored}
+    # An empty tensor is stored once for each of its places.
+    shared = {id(tensor): names[path] for path, tensor in stored}
     values: list[tuple[list[Path], Any]] = []
     for path, value in _leaves(state, ()):
         if isinstance(value, Tensor):
-            names[id(value)] += [name for name in _names(path, groups) if name not in names[id(value)]]
+            if path not in names:
+                shared[id(value)] += [name for name in _names(path, groups) if name not in shared[id(value)]]
         elif path[0] == "model" or _group(path, groups) is not None:
+            if path in names:  # an array; torch's readers expect it under its name, and not its elements
+                names[path] = [(*path, "data")]
             values.append((_names(path, groups), value))
     values += [
         ([(*part.split("/"), "param_groups", number, "params")], list(group.values()))
         for part, found in groups.items()
         for number, group in enumerate(found)
     ]
+    blobs: list[tuple[list[Path], Any]] = [*((names[path], tensor) for path, tensor in stored), *values]
     # Of a model with a part that is itself called model, the names in the model count.
-    first = {_dotted(paths[0]) for paths in [*names.values(), *(paths for paths, _ in values)]}
+    first: set[str] = set()
+    for paths, _ in blobs:
+        paths[0] = _unused(paths[0], first)
+        first.add(_dotted(paths[0]))
     described = importlib.import_module(_METADATA)  # slow to import
     metadata = described.Metadata({}, {}, {})
     metadata.version = _VERSION
 
     def data() -> Iterator[memoryview]:
         offset = 0
-        for paths, value in chain(((names[id(tensor)], tensor) for _, tensor in stored), values):
+        for paths, value in blobs:
             blob = _saved(value)
-            used = [path for path in paths if path is paths[0] or _dotted(path) not in first]
-            _describe(metadata, used, value, (offset, len(blob)))
+            others = [path for path in paths[1:] if _dotted(path) not in first]
+            _describe(metadata, [paths[0], *others], value, (offset, len(blob)))
             offset += len(blob)
             yield blob
 
@@ -163,6 +172,8 @@ def _describe(metadata: Any, paths: list[Path], value: Any, place: tuple[int, in
 
     for path in paths:
         name = _dotted(path)
+        if name in metadata.state_dict_metadata:
+            continue
         index = MetadataIndex(name)
         found: Any = BytesStorageMetadata()
         if isinstance(value, Tensor):
@@ -177,6 +188,15 @@ def _describe(metadata: Any, paths: list[Path], value: Any, place: tuple[int, in
 
 def _dotted(path: Path) -> str:
     return ".".join(map(str, path))
+
+
+def _unused(path: Path, names: set[str]) -> Path:
+    """Return the name of a place that differs from others, as of ``a.b`` in a state that has a ``b`` in an ``a``."""
+    name, count = path, 1
+    while _dotted(name) in names:
+        count += 1
+        name = (*path[:-1], f"{path[-1]}~{count}")
+    return name
 
 
 def _numbers(state: Any, part: str, order: list[list[str]]) -> list[dict[int, str]]:
