@@ -43,6 +43,7 @@ FOREIGN = {
     "a gradient scaler: its tensors, what it has unscaled, whether it asks an optimizer to skip its step itself": (
         "_device _growth_tracker _per_optimizer_states _scale _step_supports_amp_scaling"
     ),
+    "by what a multiplication has multiplied, which its backward pass needs": "_saved_other",
     "by which names a mesh finds its groups, and whose rank it has": "_dim_group_names _rank _root_mesh",
     "what meshes are told apart by, and what torch has kept about them": "_clear_sharding_prop_cache _hash _thread_id",
     "all process groups, and what they consist of": "_device_types _get_backend _world",

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
 
 from elastic_launch.errors import UsageError
 from elastic_launch.training.checkpoints.parts import Group, Stateful, is_stateful
@@ -52,7 +53,7 @@ class OptimizerSteps:
     def __init__(
         self, optimizer: torch.optim.Optimizer | Optimizers, scaler: torch.amp.GradScaler | None = None
     ) -> None:
-        self.scaler = scaler
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._optimizers = optimizer.optimizers if isinstance(optimizer, Optimizers) else {"": optimizer}
         self._unscaled: set[int] = set()  # optimizers and parameters, in the current pass
 
@@ -61,12 +62,27 @@ class OptimizerSteps:
         """Whether a step may make several passes, each for other optimizers."""
         return len(self._optimizers) > 1
 
-    def begin_pass(self) -> None:
-        """New gradients follow, which are scaled."""
+    def complete(self) -> None:
+        """The gradients of a pass are complete, and scaled."""
         self._unscaled.clear()
-        if self.scaler is not None and self.scaler.is_enabled():
+        if self.scaler is not None:
             # It forgets what it has unscaled when it is updated, which it is not if that pass was left or not counted.
+            # What the script has unscaled by it before were other gradients.
             self.scaler._per_optimizer_states.clear()
+
+    def refuse_scaled(self, loss: Tensor) -> None:
+        """Refuse a loss that the script has scaled already.
+
+        Raises:
+            UsageError: if it is what the scaler's ``scale`` has returned.
+        """
+        if self.scaler is None or self.scaler._scale is None:
+            return
+        if getattr(loss.grad_fn, "_saved_other", None) is self.scaler._scale:  # by which it was multiplied
+            raise UsageError(
+                "step.backward() got a loss that scaler.scale() has scaled, and would scale it again.",
+                "Give it the loss itself: step.backward(loss).",
+            )
 
     def chosen(self, call: str, name: str | None) -> list[torch.optim.Optimizer]:
         """Return the optimizer of this name, or all; ``call`` names the step's method in errors."""
@@ -88,10 +104,14 @@ class OptimizerSteps:
         return list({id(p): p for each in chosen for group in each.param_groups for p in group["params"]}.values())
 
     def unscale(self, chosen: Sequence[torch.optim.Optimizer], gradients: Gradients, where: str) -> None:
-        """Unscale the gradients of these optimizers, once in each pass; ``where`` names the step in errors."""
+        """Unscale the gradients of these optimizers, once in each pass, unless the script has done so.
+
+        Args:
+            where: names the step in errors.
+        """
         if self.scaler is None:
             return
-        others = gradients.parameters.beside_optimizer() if self.scaler.is_enabled() and not self._unscaled else []
+        others = gradients.parameters.beside_optimizer() if not self._unscaled else []
         if others and self.scaler._scale is not None:
             # They count towards the norm of all gradients. On the device, as the scaler does it: no number is read.
             inverse = self.scaler._scale.double().reciprocal().float()
@@ -108,11 +128,12 @@ class OptimizerSteps:
                     "Give each optimizer a pass of its own, or leave out the scaler.",
                 )
             self._unscaled |= own | {id(each)}
-            self.scaler.unscale_(each)
+            if self.scaler._per_optimizer_states[id(each)]["stage"] is not OptState.UNSCALED:
+                self.scaler.unscale_(each)
 
     def step(self, chosen: Sequence[torch.optim.Optimizer]) -> list[Tensor | bool]:
         """Step these optimizers; return values of which one is not zero if the scaler skipped that."""
-        if self.scaler is None or not self.scaler.is_enabled():
+        if self.scaler is None:
             for each in chosen:
                 each.step()
             return []

@@ -406,7 +406,6 @@ class Transaction:
     def _start_pass(self) -> None:
         self._pass = Pass(self.share, len(self._rules.metrics))
         self._check = self._new_check()
-        self._rules.optimizers.begin_pass()
         self.share.gradients.begin(self.share.plan)
 
     def _sample(self, number: int) -> Any:
@@ -454,6 +453,7 @@ class Transaction:
                 "step.backward(loss): no gradient leads from this loss to a parameter.",
                 "Compute it without detach(), item() and torch.no_grad(), from parameters that require gradients.",
             )
+        self._rules.optimizers.refuse_scaled(loss)
         self.in_training_mode = self.model.training
         values = self._checked(metrics)
         to_do, gradients.void = self._weighted(loss, weight, plan.weights[this.current]), weight == 0
@@ -612,6 +612,7 @@ class Transaction:
             raise self._misuse(f"step {self.number}: the exchange of gradients failed.", "See the error before.")
         this.exchange(self._loop.engine, self.samples, f"step {self.number}")
         self.too_large = self.all_know = this.too_large
+        self._rules.optimizers.complete()
 
     def _check_losses(self) -> None:
         """Check that every loss is finite; raise a NonFiniteLossError on all ranks if one on any rank is not."""

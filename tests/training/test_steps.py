@@ -154,6 +154,48 @@ def test_gradients_that_are_read_in_a_step_of_weight_0_change_nothing_for_the_sc
     assert trained(read=True)[1] == [False, True, False, False]
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_a_script_may_unscale_gradients_itself(early: bool) -> None:
+    """As the manual of torch says; ``early``: also gradients of its own, before those of the step are complete."""
+
+    def trained(scaler: torch.amp.GradScaler | None) -> list[Tensor]:
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.1)
+        optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)  # the other gradients only count for the norm
+        run = Run(Engine(World(), torch.device("cpu")))
+        for step in run.steps(_loader(4), model, optimizer, until="4ba", scaler=scaler):
+            for number, sample in enumerate(step):
+                if scaler is not None and early and number == 0:
+                    scaler.scale(_mse(step, sample)).backward()  # type: ignore[no-untyped-call]
+                    scaler.unscale_(optimizer)
+                    model.zero_grad()
+                step.backward(_mse(step, sample))
+            if scaler is not None:
+                scaler.unscale_(optimizer)
+            nn.utils.clip_grad_value_(model[1].parameters(), 0.1)
+            step.update(clip_norm=0.12)
+            assert step.clipped_norm is not None
+            seen.append(float(step.clipped_norm))
+        return [parameter.detach() for parameter in model.parameters()]
+
+    seen: list[float] = []
+    expected = trained(None)
+    torch.testing.assert_close(trained(torch.amp.GradScaler("cpu", init_scale=1024.0)), expected)
+    assert seen[4:] == pytest.approx(seen[:4])
+
+
+def test_a_loss_that_is_scaled_twice_is_refused() -> None:
+    model, scaler = _model(), torch.amp.GradScaler("cpu")
+    optimizer, run = torch.optim.SGD(model.parameters(), lr=0.1), Run(Engine(World(), torch.device("cpu")))
+    step = next(loop := run.steps(_loader(4), model, optimizer, until="1ba", scaler=scaler))
+    loss = scaler.scale(_mse(step, next(iter(step))))
+    with pytest.raises(UsageError, match=r"scaler\.scale\(\) has scaled, and would scale it again"):
+        step.backward(loss)
+    loop.close()  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_loss_that_is_not_a_number_names_its_place_and_changes_nothing(exact: bool) -> None:
     model = _model()
