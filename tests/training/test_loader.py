@@ -246,7 +246,7 @@ class Pids(Numbers):
 
 
 def _mark(worker: int) -> None:
-    get_worker_info().dataset._dataset.started = 1000 + worker
+    get_worker_info().dataset.started = 1000 + worker
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -261,6 +261,22 @@ def test_workers_are_initialised_and_may_outlive_an_epoch(persistent: bool) -> N
     then = [int(pid) for micro in epochs_of(loader).epoch_from(4, 1, 0) for pid in micro]
     assert (len(first), len(then)) == (2, 8)
     assert (set(then) == first) is persistent
+
+
+class Function:
+    def __call__(self, step: int, micro: Any) -> list[int]:
+        return [self.started] * len(micro)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", ["dataset", "function"])
+def test_worker_init_fn_gets_what_the_script_has_given(kind: str) -> None:
+    options: Any = {"num_workers": 1, "worker_init_fn": _mark, "timeout": 100}
+    loader: Any = ElasticLoader(Pids(4), GlobalBatch(4, 4), **options)
+    if kind == "function":
+        loader = FunctionLoader(Function(), GlobalBatch(4, 4), steps_per_epoch=1, **options)
+    (found,) = epochs_of(loader).epoch_from(0, 1, 0)
+    assert len(found) == 4
+    assert kind == "dataset" or found == [1000] * 4
 
 
 class Signals(Numbers):

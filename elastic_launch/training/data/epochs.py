@@ -130,6 +130,11 @@ class Epochs(ABC):
     def check_lengths(self) -> None:
         """Check, where an epoch begins, that the data have the length with which the loader was made."""
 
+    @property
+    @abstractmethod
+    def given(self) -> Any:
+        """What the script has given to read from: a dataset or a function."""
+
     @abstractmethod
     def _source(self) -> Dataset[Any]:
         """Return the dataset that fetches the micro-batch of a request."""
@@ -235,6 +240,7 @@ class Epochs(ABC):
     def _made(
         self, source: Dataset[Any] | None = None, sampler: Iterable[Any] | None = None, **changed: Any
     ) -> DataLoader[Any]:
+        begin = partial(_begin, self._options.get("worker_init_fn"), self.given)
         try:
             return DataLoader(
                 source or self._source(),
@@ -242,7 +248,7 @@ class Epochs(ABC):
                 sampler=sampler or self._feed,
                 collate_fn=_as_it_is,
                 generator=self._generator,
-                **{**self._options, "worker_init_fn": partial(_begin, self._options.get("worker_init_fn")), **changed},
+                **{**self._options, "worker_init_fn": begin, **changed},
             )
         except (ValueError, TypeError) as error:
             raise UsageError(f"{self.loader}: {error}", "These options go on to torch's DataLoader.") from None
@@ -304,6 +310,10 @@ class DatasetEpochs(Epochs):
         self._collate = collate
         length = len(sampler)
         super().__init__(batch, seed, length, length // batch.size if drop_last else -(-length // batch.size), options)
+
+    @property
+    def given(self) -> Any:
+        return self._dataset
 
     def contents(self, step: int, micro: int) -> str:
         items, data = self.indices(step, 1, 0)[micro], self._dataset
@@ -391,6 +401,10 @@ class FunctionEpochs(Epochs):
         self._get_batch = get_batch
         super().__init__(batch, seed, steps_per_epoch * batch.size, steps_per_epoch, options)
 
+    @property
+    def given(self) -> Any:
+        return self._get_batch
+
     def contents(self, step: int, micro: int) -> str:
         return f"what {_name(self._get_batch)}() gives for step {step} and micro-batch {micro}"
 
@@ -431,10 +445,12 @@ def _cached_plan(batch: GlobalBatch, world_size: int, rank: int, samples: int | 
     return batch.plan(world_size, rank, samples)
 
 
-def _begin(init: Callable[[int], None] | None, worker: int) -> None:
+def _begin(init: Callable[[int], None] | None, given: Any, worker: int) -> None:
     """Begin a loader's process, which the agent looks at if the training waits for it."""
     if os.environ.get(ENV_SOCKET):
         dump_stacks_on_signal()
+    # It was sent together with what fetches from it, so that both have the same copy.
+    object.__setattr__(get_worker_info(), "dataset", given)
     if init is not None:
         init(worker)
 

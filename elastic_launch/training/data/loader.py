@@ -88,7 +88,8 @@ class ElasticLoader(Loader):
             process ``worker_init_fn`` is called once more than in the training. Give False if data differ between ranks
             by design or contain the time in minutes, or if reading has effects.
         options: ``num_workers``, ``pin_memory``, ``prefetch_factor``, ``persistent_workers``, ``worker_init_fn``,
-            ``multiprocessing_context`` and ``timeout``, as in ``torch.utils.data.DataLoader``.
+            ``multiprocessing_context`` and ``timeout``, as in ``torch.utils.data.DataLoader``. In a loader's process,
+            ``get_worker_info().dataset`` is its copy of the dataset, and of a :class:`FunctionLoader` the function.
 
     Raises:
         UsageError: if the dataset is iterable or empty, or has fewer samples than a global batch with ``drop_last``;
