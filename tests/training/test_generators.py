@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset, get_worker_info
 
 import elastic_launch as el
 from elastic_launch.errors import UsageError
@@ -84,6 +85,61 @@ def _closure(generator: Any) -> Callable[[Any], Any]:
 )
 def test_a_generator_is_found_by_name(data: Dataset[Any], name: str) -> None:
     assert own_generators(data, type(data).__name__) == [name]
+
+
+class Lazy(Data):
+    """Makes its generator when it first needs it."""
+
+    rng: Any = None
+
+    def __getitem__(self, index: int) -> Tensor:
+        if self.rng is None:
+            info = get_worker_info()
+            self.rng = np.random.default_rng(0 if info is None else info.id)
+        return torch.zeros(2) + self.rng.random()
+
+
+class LazyFunction:
+    rng: Any = None
+
+    def __call__(self, step: int, micro: Any) -> Tensor:
+        self.rng = self.rng or random.Random(0)
+        return torch.zeros(len(micro), 2) + self.rng.random()
+
+
+def _make_global(worker: int) -> None:
+    global RNG
+    RNG = np.random.default_rng(worker)
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers", "name"),
+    [
+        *[("attribute", workers, r"Lazy\.rng \(numpy.random.Generator\)") for workers in (0, 1)],
+        *[("of a function", workers, r"LazyFunction\.rng \(random.Random\)") for workers in (0, 1)],
+        ("global", 1, r"ByName\.__getitem__: RNG"),
+    ],
+)
+def test_a_generator_made_by_the_process_that_reads_is_found(
+    kind: str, workers: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "RNG", None)
+    init = _make_global if kind == "global" else None
+    options: Any = {"num_workers": workers, "timeout": 60 * workers, "worker_init_fn": init}
+    loader: Any = el.ElasticLoader(ByName() if init else Lazy(), el.GlobalBatch(2, 1), **options)
+    if kind == "of a function":
+        loader = el.FunctionLoader(LazyFunction(), el.GlobalBatch(2, 1), **options)
+
+    def train(run: Any) -> None:
+        model = nn.Linear(2, 1)
+        for step in run.steps(loader, model, torch.optim.SGD(model.parameters(), lr=0.1), until="1ba", exact=True):
+            for sample in step:
+                step.backward(step.model(sample.float()).mean())
+            step.update()
+
+    with el.session() as run, pytest.raises(UsageError, match=f"the data have a generator of their own.*: {name}"):
+        train(run)
+    gc.collect()  # what the error has cut off holds the loader's process
 
 
 def test_what_the_library_seeds_is_not_meant() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sized
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -10,6 +12,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from elastic_launch.batch import MicroBatch
 from elastic_launch.errors import UsageError
+from elastic_launch.training.data.generators import own_generators, refuse_generators
 from elastic_launch.training.randomness import derive, seed_all, seeded
 from elastic_launch.training.wrapped import tensors_in
 
@@ -25,6 +28,7 @@ class MicroBatchRequest(NamedTuple):
     start: int  # position of its first sample in the epoch
     micro: MicroBatch
     indices: list[int]  # the dataset's indices of its samples, if there is a dataset
+    exact: bool = False  # whether the data must not have random generators of their own
 
 
 class Feed:
@@ -37,7 +41,29 @@ class Feed:
         return self.requests
 
 
-class Batches(Dataset[Any]):
+class BatchSource(Dataset[Any]):
+    """Fetches the micro-batch of a request, in any process."""
+
+    _searched_in = 0  # the process that has been searched for generators
+
+    def __getitem__(self, request: MicroBatchRequest) -> Any:
+        fetched = self.fetch(request)
+        if request.exact and self._searched_in != os.getpid():
+            # Many datasets make theirs in each process, when they first need it.
+            refuse_generators(self.own_generators())
+            self._searched_in = os.getpid()
+        return fetched
+
+    @abstractmethod
+    def fetch(self, request: MicroBatchRequest) -> Any:
+        """Return the collated micro-batch of a request."""
+
+    @abstractmethod
+    def own_generators(self) -> list[str]:
+        """Return the names of the random generators that the data have in this process."""
+
+
+class Batches(BatchSource):
     """Collated micro-batches of a map-style dataset.
 
     If the dataset has ``__getitems__``, it is called once for all samples of a micro-batch, as by torch's DataLoader.
@@ -49,7 +75,11 @@ class Batches(Dataset[Any]):
         self._collate = collate
         self._seed = seed
 
-    def __getitem__(self, request: MicroBatchRequest) -> Any:
+    def own_generators(self) -> list[str]:
+        found = own_generators(self._dataset, type(self._dataset).__name__)
+        return found + own_generators(self._collate, "collate_fn")
+
+    def fetch(self, request: MicroBatchRequest) -> Any:
         with _seeded(derive("batch", self._seed, request.epoch, request.start)):
             try:
                 samples = self._fetch(request.indices)
@@ -72,7 +102,7 @@ class Batches(Dataset[Any]):
         return samples
 
 
-class Drawn(Dataset[Any]):
+class Drawn(BatchSource):
     """Micro-batches made by a function."""
 
     def __init__(self, get_batch: GetBatch, seed: int, name: str, hint: str, *, equal: bool = False) -> None:
@@ -82,7 +112,10 @@ class Drawn(Dataset[Any]):
         self._equal = equal  # whether all micro-batches have one size
         self._counts_first: bool | None = None  # whether the first dimension counted the first one's samples
 
-    def __getitem__(self, request: MicroBatchRequest) -> Any:
+    def own_generators(self) -> list[str]:
+        return own_generators(self._get_batch, name_of(self._get_batch))
+
+    def fetch(self, request: MicroBatchRequest) -> Any:
         with _seeded(derive("get_batch", self._seed, request.step, request.micro.index)):
             made = self._get_batch(request.step, request.micro)
         # Only the script knows which dimension counts samples; a wrong size would change the mean of the global batch.
@@ -99,6 +132,11 @@ class Drawn(Dataset[Any]):
                 self._hint,
             )
         return made
+
+
+def name_of(function: Any) -> str:
+    """Return the name of a function, or of another callable's class."""
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def check_length(what: str, data: Sized, length: int) -> None:

@@ -31,9 +31,18 @@ from elastic_launch.batch import BatchPlan, GlobalBatch
 from elastic_launch.contract import ENV_SOCKET
 from elastic_launch.errors import UsageError
 from elastic_launch.stack_dump import dump_stacks_on_signal
-from elastic_launch.training.data.batches import Batches, Drawn, Feed, GetBatch, MicroBatchRequest, check_length
+from elastic_launch.training.data.batches import (
+    Batches,
+    BatchSource,
+    Drawn,
+    Feed,
+    GetBatch,
+    MicroBatchRequest,
+    check_length,
+    name_of,
+)
 from elastic_launch.training.data.content import Content, chosen, compared
-from elastic_launch.training.data.generators import own_generators
+from elastic_launch.training.data.generators import own_generators, refuse_generators
 from elastic_launch.training.data.samplers import SAMPLE_ORDER, Sampler
 from elastic_launch.training.data.streams import ShardedStream, described, shards_hash
 from elastic_launch.training.randomness import derive
@@ -103,6 +112,7 @@ class Epochs(ABC):
 
     loader: str  # name of the class that the user has made, for errors
     part: Any = None  # what the data have of the training's state, if anything
+    _exact = False  # whether the data must be the same after a restart
     bound = ""  # why a process cannot go on with them in another round; empty if it can
 
     def __init__(
@@ -136,7 +146,7 @@ class Epochs(ABC):
         """What the script has given to read from: a dataset or a function."""
 
     @abstractmethod
-    def _source(self) -> Dataset[Any]:
+    def _source(self) -> BatchSource:
         """Return the dataset that fetches the micro-batch of a request."""
 
     @abstractmethod
@@ -171,13 +181,8 @@ class Epochs(ABC):
 
     def check_exact(self) -> None:
         """Check, as far as possible, that the data will be the same after a restart."""
-        found = self._own_generators()
-        if found:
-            raise UsageError(
-                f"exact=True: the data have a generator of their own, which is not restored: {', '.join(found)}.",
-                "Draw from the global generators of torch, random or NumPy, which the loader seeds, or make one where "
-                "you draw: torch.Generator().manual_seed(torch.initial_seed()).",
-            )
+        refuse_generators(self._own_generators())
+        self._exact = True  # each process that reads looks again
 
     def content(self) -> dict[str, str]:
         """Return what identifies the content of the data, by the names used in errors; random generators change."""
@@ -265,6 +270,7 @@ class Epochs(ABC):
         first = self.position(start)
         in_full = _cached_plan(self.batch, world_size, rank, None).micro_batches
         share = in_full[-1].stop - in_full[0].start if in_full else 0
+        exact = self._exact
         while start < steps.stop:
             plan = self.plan(start, world_size, rank)
             within = first.step_in_epoch + start - steps.start
@@ -280,7 +286,9 @@ class Epochs(ABC):
                 for step in range(start, start + count):
                     for micro in micros:
                         place = (within + step - start) * size + micro.start
-                        yield MicroBatchRequest(step, first.epoch, place, micro, indices[done : done + len(micro)])
+                        yield MicroBatchRequest(
+                            step, first.epoch, place, micro, indices[done : done + len(micro)], exact
+                        )
                         done += len(micro)
             start += count
 
@@ -348,11 +356,9 @@ class DatasetEpochs(Epochs):
         return compared(indices, found)
 
     def _own_generators(self) -> list[str]:
-        found = own_generators(self._dataset, type(self._dataset).__name__)
-        found += own_generators(self._collate, "collate_fn")
-        return found + own_generators(self._sampler, type(self._sampler).__name__)
+        return self._source().own_generators() + own_generators(self._sampler, type(self._sampler).__name__)
 
-    def _source(self) -> Dataset[Any]:
+    def _source(self) -> BatchSource:
         return Batches(self._dataset, self._samples, self._collate, self.seed)
 
     def _hashes(self) -> dict[str, int]:
@@ -406,27 +412,23 @@ class FunctionEpochs(Epochs):
         return self._get_batch
 
     def contents(self, step: int, micro: int) -> str:
-        return f"what {_name(self._get_batch)}() gives for step {step} and micro-batch {micro}"
+        return f"what {name_of(self._get_batch)}() gives for step {step} and micro-batch {micro}"
 
     def check_lengths(self) -> None:
         """There is nothing to check: a function has no length."""
 
     def _own_generators(self) -> list[str]:
-        return own_generators(self._get_batch, _name(self._get_batch))
+        return self._source().own_generators()
 
-    def _source(self) -> Dataset[Any]:
+    def _source(self) -> BatchSource:
         hint = "Make len(micro) samples: the last micro-batch of a step may have fewer than the others."
-        return Drawn(self._get_batch, self.seed, f"{_name(self._get_batch)}()", hint)
+        return Drawn(self._get_batch, self.seed, f"{name_of(self._get_batch)}()", hint)
 
     def _hashes(self) -> dict[str, int]:
         return {SAMPLE_ORDER: derive("function", self.steps_per_epoch) >> 16}
 
     def at(self, epoch: int, positions: Tensor) -> list[int]:
         return []
-
-
-def _name(function: Any) -> str:
-    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _checked(name: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from elastic_launch.errors import UsageError
+
 DEPTH = 8
 """Maximum nesting depth of attributes and elements to search."""
 
@@ -46,6 +48,16 @@ def own_generators(value: object, name: str) -> list[str]:
         elif depth < DEPTH:
             queue.extend((path + part, inner, depth + 1) for part, inner in _parts(item))
     return sorted(found.values())
+
+
+def refuse_generators(found: list[str]) -> None:
+    """Refuse data of exact mode that have generators of their own, by these names."""
+    if found:
+        raise UsageError(
+            f"exact=True: the data have a generator of their own, which is not restored: {', '.join(found)}.",
+            "Draw from the global generators of torch, random or NumPy, which the loader seeds, or make one where "
+            "you draw: torch.Generator().manual_seed(torch.initial_seed()).",
+        )
 
 
 def generators_of_modules(model: nn.Module) -> list[str]:

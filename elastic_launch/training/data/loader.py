@@ -68,7 +68,7 @@ class ElasticLoader(Loader):
             from the global generators of torch, ``random`` or NumPy are the same in any process: they derive from the
             seed, the epoch and the micro-batch's place in the epoch. A generator of its own is an error with
             ``exact=True``: the attributes of the dataset, its transforms, ``collate_fn`` and sampler are searched, and
-            the closures and global names that their methods use.
+            the closures and global names that their methods use; again in each process that has read a micro-batch.
         batch: the global batch.
         seed: seed of the order of samples and of all randomness in them.
         shuffle: whether each epoch has its own random order; False: the dataset's order. The default is to shuffle.

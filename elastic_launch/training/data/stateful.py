@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from elastic_launch.batch import GlobalBatch, MicroBatch
 from elastic_launch.errors import UsageError
-from elastic_launch.training.data.batches import Drawn, versions
+from elastic_launch.training.data.batches import BatchSource, Drawn, versions
 from elastic_launch.training.data.epochs import FunctionEpochs
 from elastic_launch.training.data.loader import Loader, checked_batch, steps_in_epoch
 from elastic_launch.training.data.samplers import SAMPLE_ORDER
@@ -391,10 +391,10 @@ class _StatefulEpochs(FunctionEpochs):
     def contents(self, step: int, micro: int) -> str:
         return f"what the loader of its shard gives for step {step} and micro-batch {micro}"
 
-    def _own_generators(self) -> list[str]:
-        return []  # they belong to the loader's state
+    def check_exact(self) -> None:
+        """Accept generators: they belong to the loader's state."""
 
-    def _source(self) -> Dataset[Any]:
+    def _source(self) -> BatchSource:
         hint = "Give the loader batch_size=micro, and drop_last=True: all micro-batches have the same size."
         return Drawn(self.part.draw, self.seed, "The loader", hint, equal=True)
 
