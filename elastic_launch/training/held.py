@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import BuiltinMethodType, CodeType, FrameType, FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -38,9 +38,6 @@ LARGE = 2**20
 
 _FOREIGN = ("torch", "numpy", "elastic_launch", "logging", "threading", "builtins", "random")
 """Packages whose functions and objects are not searched."""
-
-_STEPS = "elastic_launch.training.steps"
-"""Module of the class of steps, which imports this one."""
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 
@@ -87,30 +84,16 @@ def of_modules(modules: Iterable[tuple[str, nn.Module]]) -> list[HoldingPlace]:
 
 
 def of_loop() -> tuple[list[HoldingPlace], list[nn.Module]]:
-    """Return the random generators and the modules that the code of the script uses which iterates over a step."""
-    search = _Search()
-    for code, variables, names in _frames_of_loop():
-        for name in (*code.co_varnames, *code.co_cellvars, *code.co_freevars, *sorted(names_in(code))):
-            search.add(name, variables.get(name, names.get(name)), 0)
-    return [place for place in search.done() if place.generator is not None], [*search.modules]
-
-
-def _frames_of_loop() -> list[tuple[CodeType, dict[str, Any], dict[str, Any]]]:
-    """Return code, local and global variables of the frames that have called the library, the innermost first.
-
-    The last one is the outermost that has a step. It may iterate over a wrapper of the step, such as a generator, whose
-    frame comes before it. If the step is in no variable, the innermost is the only one.
-    """
-    found: list[tuple[CodeType, dict[str, Any], dict[str, Any]]] = []
-    loop = 1
+    """Return the random generators and the modules that the code of the script uses which has called the library."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if not str(frame.f_globals.get("__name__")).startswith(("elastic_launch.", "contextlib")):
-            found.append((frame.f_code, variables := _variables(frame), frame.f_globals))
-            if any(type(value).__module__ == _STEPS for value in variables.values()):
-                loop = len(found)
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith(("elastic_launch.", "contextlib")):
         frame = frame.f_back
-    return found[:loop]
+    if frame is None:
+        return [], []
+    search, code, variables = _Search(), frame.f_code, _variables(frame)
+    for name in (*code.co_varnames, *code.co_cellvars, *code.co_freevars, *sorted(names_in(code))):
+        search.add(name, variables.get(name, frame.f_globals.get(name)), 0)
+    return [place for place in search.done() if place.generator is not None], [*search.modules]
 
 
 def _variables(frame: FrameType) -> dict[str, Any]:

@@ -386,49 +386,6 @@ def test_generators_of_the_loop(run: Run) -> None:
     train(lambda: float(torch.rand(1, generator=torchs.manual_seed(torch.initial_seed()))))
 
 
-class Moved:
-    """Wraps a step, as a loader that moves micro-batches to a device."""
-
-    def __init__(self, step: Any) -> None:
-        self.samples = iter(step)
-
-    def __iter__(self) -> Moved:
-        return self
-
-    def __next__(self) -> Any:
-        return next(self.samples)
-
-
-def _yielded(step: Any) -> Iterator[Any]:
-    yield from step
-
-
-@pytest.mark.parametrize("wrap", [_yielded, Moved, lambda step: _yielded(Moved(step))])
-def test_a_loop_over_a_wrapper_of_the_step(wrap: Callable[[Any], Any]) -> None:
-    generator, teacher = torch.Generator(), _model().requires_grad_(False).eval()
-
-    def drawn(model: nn.Module, x: Tensor) -> Tensor:
-        return model(x + torch.rand(x.shape, generator=generator))
-
-    def moved(model: nn.Module, x: Tensor) -> Tensor:
-        teacher[0].weight.add_(0.1)
-        return model(x) - teacher(x)
-
-    def train(loss: Callable[[nn.Module, Tensor], Tensor]) -> None:
-        model = _model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        other = Run(Engine(World(), torch.device("cpu")))
-        for step in other.steps(_loader(), model, optimizer, until="1ba", exact=True):
-            for x, _ in wrap(step):
-                step.backward(loss(model, x).mean())
-            step.update()
-
-    with pytest.raises(UsageError, match="have drawn from the generator generator"):
-        train(drawn)
-    with pytest.raises(UsageError, match=r"changed 0\.weight of the Sequential outside the model"):
-        train(moved)
-
-
 def test_what_the_loop_had_in_its_variables_is_freed(run: Run) -> None:
     model, seen = _model(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
