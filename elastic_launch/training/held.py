@@ -96,11 +96,16 @@ def of_loop() -> tuple[list[HoldingPlace], list[nn.Module]]:
     return [place for place in search.done() if place.generator is not None], [*search.modules]
 
 
+_OURS = 3
+"""References to the dict of a frame's variables: the frame's, that of the function that reads it, and the count's."""
+
+
 def _variables(frame: FrameType) -> dict[str, Any]:
     """Return the local variables of a frame."""
     found = frame.f_locals
     copied = dict(found)
-    if frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13):
+    ours = sys.getrefcount(found) <= _OURS  # else the script has it from locals()
+    if ours and frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13):
         found.clear()  # the frame of a function would keep it, with what the variables have now, until it returns
     return copied
 

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import elastic_launch as el
 from elastic_launch.errors import UsageError
-from elastic_launch.training import purity
+from elastic_launch.training import held, purity
 from elastic_launch.training.engine import Engine
 from elastic_launch.training.ranks import collectives
 from elastic_launch.training.ranks.world import World
@@ -708,3 +708,13 @@ def test_rules_of_frozen_parameters() -> None:
     }
     with pytest.raises(UsageError, match=r"no frozen parameter(.|\n)*q\.weight is trained"):
         buffers_of(model, {"q.*": "last"})
+
+
+def test_what_a_function_of_the_script_has_got_from_locals_stays_as_it_is() -> None:
+    def main(rate: float = 0.1) -> dict[str, Any]:
+        noise, config = torch.Generator(), locals()
+        assert [place.name for place in held.of_loop()[0]] == ["noise"]
+        assert noise is config["noise"]
+        return config
+
+    assert main()["rate"] == 0.1
