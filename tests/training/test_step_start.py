@@ -186,6 +186,10 @@ def test_buffers_of_a_registered_module_may_not_change_unless_they_are_the_model
     assert training.start.spoiled() == ["target: seen"]
     gate.seen = torch.ones(())
     assert training.start.changed_in_pass() == training.start.spoiled() == ["target: seen"]
+    gate.register_buffer("mask", torch.ones(2), persistent=False)
+    cached = Training(target=gate)
+    # It is not saved, and may be made anew for larger inputs.
+    assert cached.within(lambda training: gate.register_buffer("mask", torch.ones(3), persistent=False)) == []
     wrapped = Training()
     wrapped.state.register("wrapper", nn.Sequential(wrapped.model))
     wrapped.start = wrapped.state.follow_steps()

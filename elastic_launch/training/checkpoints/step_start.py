@@ -340,10 +340,12 @@ class StepStart:
         self._extra = []
         for name, path, module in modules:
             prefix = f"{name}: " * (name != MODEL) + f"{path}." * bool(path)
+            # What another module does not save is no part of the state.
+            caches = () if name == MODEL else module._non_persistent_buffers_set
             buffers = of_model if name == MODEL else of_others
             for found, each in ((parameters, module._parameters), (buffers, module._buffers)):
                 for key, tensor in each.items():
-                    if tensor is not None:
+                    if tensor is not None and key not in caches:
                         found.setdefault(id(tensor), (prefix + key, tensor))
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 key = f"{path}." * bool(path) + "_extra_state"
