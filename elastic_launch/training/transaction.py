@@ -399,6 +399,7 @@ class Transaction:
         self._open = True
         self._rounds.check_exchanges()
         if self._left_out:
+            self._rules.optimizers.complete()
             return
         self._loop.positions.pass_begins()
         self._start_pass()
