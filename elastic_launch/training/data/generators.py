@@ -56,7 +56,7 @@ def refuse_generators(found: list[str]) -> None:
         raise UsageError(
             f"exact=True: the data have a generator of their own, which is not restored: {', '.join(found)}.",
             "Draw from the global generators of torch, random or NumPy, which the loader seeds, or make one where "
-            "you draw: torch.Generator().manual_seed(torch.initial_seed()).",
+            "you draw, in a local variable: torch.Generator().manual_seed(torch.initial_seed()).",
         )
 
 
