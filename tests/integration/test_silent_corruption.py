@@ -73,7 +73,9 @@ def test_a_run_that_ends_does_not_name_a_checkpoint_that_was_removed(job: Job) -
     assert agent.wait(200) != 0, agent.output
     assert "since they may be wrong: the checkpoints of steps" in agent.output
     found = max(int(path.name.split(".")[0].removeprefix("step-")) for path in saved.glob("step-*"))
-    assert re.search(rf" step {found} is saved; \d+ steps since then lost$", agent.output, re.MULTILINE), agent.output
+    # If a later copy was under way as its state was dropped, the end says of this one that it was not saved.
+    said = rf" step {found} (is saved|was the last to be saved); \d+ steps since then lost$"
+    assert re.search(said, agent.output, re.MULTILINE), agent.output
 
 
 def test_the_update_of_the_last_verified_step_is_undone(job: Job, undisturbed: str) -> None:
