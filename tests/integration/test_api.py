@@ -123,6 +123,29 @@ def test_forked_workers_have_what_the_caller_has(tmp_path: Path) -> None:
     assert found == {rank: (shared, 3, "1", signal.getsignal(signal.SIGTERM)) for rank in (0, 1)}
 
 
+def test_forked_workers_do_not_collect_the_callers_garbage(tmp_path: Path) -> None:
+    """To destroy a process group there would wait for threads that exist in the caller's process only."""
+
+    class Group:
+        def __del__(self) -> None:
+            (tmp_path / f"destroyed-{os.getpid()}").touch()
+
+    def work() -> int:
+        gc.collect()
+        return os.getpid()
+
+    gc.disable()
+    try:
+        group = Group()
+        group.itself = group  # type: ignore[attr-defined]
+        del group
+        config = configured(tmp_path, start_method="fork", nproc_per_node=1)
+        worker = elastic_launch(config, work)()[0]
+    finally:
+        gc.enable()
+    assert not (tmp_path / f"destroyed-{worker}").exists()
+
+
 def reap(number: int, frame: object) -> None:
     """Wait for every child, as some programs do on SIGCHLD."""
     with contextlib.suppress(ChildProcessError):

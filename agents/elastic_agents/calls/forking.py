@@ -8,6 +8,7 @@ warm server does (:mod:`elastic_agents.warm.server`).
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -58,7 +59,7 @@ def fork_agent(
                 stream.flush()  # otherwise each worker would write what is buffered
         with _forking, warnings.catch_warnings():  # about other threads: that is the caller's own choice
             warnings.simplefilter("ignore", DeprecationWarning)
-            pid = os.fork()
+            pid = _fork_without_garbage()
         if pid:
             return pid
         try:  # must never return into the caller's code
@@ -74,6 +75,20 @@ def fork_agent(
             _serve(theirs, tell, held.mask, called)
         finally:
             os._exit(127)
+
+
+def _fork_without_garbage() -> int:
+    """Fork; the child never collects the parent's garbage: a process group in it would wait for threads not there."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        pid = os.fork()
+        if not pid:
+            gc.freeze()
+    finally:
+        if collects:
+            gc.enable()
+    return pid
 
 
 def _serve(theirs: socket.socket, tell: int, mask: Collection[int], called: ForkedCall) -> NoReturn:
