@@ -214,7 +214,7 @@ class SnapshotStore:
             header = self._slots[newest.slot].header()
             there = header is not None and header.sequence == newest.sequence
             current = self._current if self._book.pinned == newest else None
-            # A share alone is no checkpoint, as the node that would commit it may be gone.
+            # A share alone is not a checkpoint, as the node that would commit it may be gone.
             under_way = any(job is not None and not job.share for job in (self._job, current))
             done = self._copied if stands_in else max(self._copied, self._given_up)
             if there and newest.sequence > done and not under_way:
