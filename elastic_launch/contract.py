@@ -15,6 +15,9 @@ from elastic_launch.errors import ProtocolError, UsageError
 from elastic_launch.system.plain_text import plain
 from elastic_launch.values import Value
 
+ENV_RUN_NUMBER = "ELASTIC_LAUNCH_RUN_NUMBER"
+"""Random per run; of several runs with one id, each has its own."""
+
 ENV_ROUND = "ELASTIC_LAUNCH_ROUND"
 """Number of the worker's round, from 1."""
 
@@ -76,6 +79,7 @@ _OF_PLACE = (
     ENV_REPLICA_RANK,
     ENV_REPLICAS,
     ENV_ROUND,
+    ENV_RUN_NUMBER,
 )
 
 _MOST = 2**53
@@ -261,7 +265,6 @@ class CopyJob(Value):
         share: this node's share, from 0; only the first node commits, and has failed shares of others repeated.
         nonce: part of the copy's name, the same on all these nodes.
         last: this is the final copy, which is not needed if this snapshot or a newer one is stored already.
-        take: whether a directory that another run has left may be taken over.
         stands_by: another node saves this state. This one does if no other can, and then adds it without removing any.
     """
 
@@ -276,7 +279,6 @@ class CopyJob(Value):
     share: Count = 0
     nonce: Nonce = ""
     last: bool = False
-    take: bool = False
     keep_every: Count = 0
     keep_best: Best | None = None
     stands_by: bool = False
@@ -578,11 +580,13 @@ class Place(FromAgent):
     ``use``, ``sequence``, ``fetching`` and ``writes`` are those of ``SnapshotSlots``.
 
     Attributes:
+        run_number: as in the environment: the host of the run may have been lost and replaced.
         restarts, max_restarts: restarts charged so far, and the run's limit.
         reason: why the last round ended.
     """
 
     round: Count
+    run_number: Text
     placement: Placement
     restarts: Count
     max_restarts: Count
@@ -639,6 +643,7 @@ def worker_environment(
     placement: Placement,
     *,
     run_id: str,
+    run_number: str,
     role: str,
     restarts: int,
     max_restarts: int,
@@ -656,7 +661,14 @@ def worker_environment(
         socket: where the agent listens for its workers.
     """
     return {
-        **round_environment(placement, round_number, restarts=restarts, max_restarts=max_restarts, reason=reason),
+        **round_environment(
+            placement,
+            round_number,
+            run_number=run_number,
+            restarts=restarts,
+            max_restarts=max_restarts,
+            reason=reason,
+        ),
         "ROLE_NAME": role,
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -680,7 +692,7 @@ def ahead_environment(environ: Mapping[str, str], *, workers: int) -> dict[str, 
 
 
 def round_environment(
-    placement: Placement, round_number: int, *, restarts: int, max_restarts: int, reason: str
+    placement: Placement, round_number: int, *, run_number: str, restarts: int, max_restarts: int, reason: str
 ) -> dict[str, str]:
     """Return those of a worker's variables that change from round to round."""
     return {
@@ -702,6 +714,7 @@ def round_environment(
         ENV_REPLICA: str(placement.rank // placement.replica_size),
         ENV_REPLICA_RANK: str(placement.rank % placement.replica_size),
         ENV_REPLICAS: str(placement.world_size // placement.replica_size),
+        ENV_RUN_NUMBER: run_number,
         ENV_ROUND: str(round_number),
         ENV_START_REASON: reason,
     }
@@ -711,6 +724,7 @@ FOR_WORKERS = frozenset(
     worker_environment(
         Placement(0, 0, 0, 1, 1, 1, "", 0, 0, 1, first_on_node=True),
         run_id="",
+        run_number="",
         role="",
         restarts=0,
         max_restarts=0,

@@ -110,13 +110,14 @@ class PlayedAgent:
 
     def tell_place(self, worker: Worker, number: int, rank: int, local_rank: int, world_size: int) -> None:
         placement = self.placement(number, rank, local_rank, world_size)
-        worker.tell(c.Place(number, placement, 0, 3, "membership", self._use, self._sequence, False))
+        worker.tell(c.Place(number, "5eed", placement, 0, 3, "membership", self._use, self._sequence, False))
 
     def environment(self, number: int, rank: int, local_rank: int, world_size: int) -> dict[str, str]:
         """The environment of a worker that starts in a round."""
         return c.worker_environment(
             self.placement(number, rank, local_rank, world_size),
             run_id="played",
+            run_number="5eed",
             role="default",
             restarts=0,
             max_restarts=3,

@@ -40,6 +40,7 @@ def environment() -> dict[str, str]:
     return worker_environment(
         PLACEMENT,
         run_id="run",
+        run_number="5eed",
         role="default",
         restarts=2,
         max_restarts=3,
@@ -90,6 +91,7 @@ def test_all_values() -> None:
         "ELASTIC_LAUNCH_REPLICA": "2",
         "ELASTIC_LAUNCH_REPLICA_RANK": "1",
         "ELASTIC_LAUNCH_REPLICAS": "6",
+        "ELASTIC_LAUNCH_RUN_NUMBER": "5eed",
         "ELASTIC_LAUNCH_ROUND": "7",
         "ELASTIC_LAUNCH_START_REASON": "node b lost: its connection closed",
         "ELASTIC_LAUNCH_SOCKET": "@elastic-launch-1",
@@ -101,7 +103,7 @@ def test_a_worker_that_starts_ahead_has_its_local_rank_but_no_place() -> None:
     same = {"LOCAL_RANK", "ROLE_NAME", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", c.ENV_SOCKET}
     assert {name: ahead[name] for name in same} == {name: placed[name] for name in same}
     assert (ahead["LOCAL_WORLD_SIZE"], ahead[c.ENV_AHEAD]) == ("3", "1")
-    place = c.round_environment(PLACEMENT, 7, restarts=2, max_restarts=3, reason="")
+    place = c.round_environment(PLACEMENT, 7, run_number="5eed", restarts=2, max_restarts=3, reason="")
     numbers = {name for name, value in ahead.items() if name in place and value.isdigit()}
     assert numbers == {
         "LOCAL_RANK",
@@ -116,6 +118,7 @@ def test_a_users_choice_of_error_handling_is_kept() -> None:
     env = worker_environment(
         PLACEMENT,
         run_id="run",
+        run_number="5eed",
         role="default",
         restarts=0,
         max_restarts=3,
@@ -130,7 +133,7 @@ def test_a_users_choice_of_error_handling_is_kept() -> None:
 def test_our_names_have_our_prefix() -> None:
     names = {name for name in environment() if name.startswith("ELASTIC_LAUNCH_")}
     of_replicas = {c.ENV_REPLICA_SIZE, c.ENV_REPLICA, c.ENV_REPLICA_RANK, c.ENV_REPLICAS}
-    assert names == {c.ENV_FIRST_ON_NODE, c.ENV_ROUND, c.ENV_START_REASON, c.ENV_SOCKET} | of_replicas
+    assert names == {c.ENV_FIRST_ON_NODE, c.ENV_ROUND, c.ENV_RUN_NUMBER, c.ENV_START_REASON, c.ENV_SOCKET} | of_replicas
 
 
 STORED = c.Stored(2, c.CopyJob(9, 101, 7, "/checkpoints", 3, True, keep_best=c.Best("loss", "max", 2)))
@@ -157,7 +160,15 @@ MESSAGES = [
     c.Differs((0, 0, 2)),
     c.RestoreFailed(),
     c.Place(
-        8, c.Placement(5, 1, 1, 6, 4, 2, "host", 29400, 5, 6, False), 1, 3, "rank 1 on node b: SIGKILL", None, 9, True
+        8,
+        "5eed",
+        c.Placement(5, 1, 1, 6, 4, 2, "host", 29400, 5, 6, False),
+        1,
+        3,
+        "rank 1 on node b: SIGKILL",
+        None,
+        9,
+        True,
     ),
     c.Exit(),
     c.Exit(2, 9),

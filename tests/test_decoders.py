@@ -392,7 +392,10 @@ TARGETS = {
     ),
     "progress": Target((b"",), progress),
     "sum of a share": Target((shares.pack_sum(FileSum(5, "a" * 64)),), shares.parse_sum, (MalformedError,)),
-    "owner": Target((b'{"format": "elastic-launch owner", "run": "a", "token": "b", "epoch": 1}',), owner.parse_mark),
+    "owner": Target(
+        (b'{"format": "elastic-launch owner", "run": "a", "token": "b", "epoch": 1, "before": ["c"]}',),
+        owner.parse_mark,
+    ),
     "slot": Target((slot_sample(),), slot),
     "job file": Target((JOB,), through_file(lambda path: JobFileReader(str(path)).read(), "job.yaml"), (UsageError,)),
     "events": Target((event_sample(),), events),

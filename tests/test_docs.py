@@ -174,7 +174,15 @@ def test_the_defaults_of_torchrun_are_shown_beside_ours() -> None:
 def test_the_workers_variables_are_shown() -> None:
     placement = Placement(0, 0, 0, 1, 1, 1, "localhost", 1, 0, 1, True)
     given = worker_environment(
-        placement, run_id="r", role="x", restarts=0, max_restarts=3, round_number=1, reason="first", error_file="e"
+        placement,
+        run_id="r",
+        run_number="5eed",
+        role="x",
+        restarts=0,
+        max_restarts=3,
+        round_number=1,
+        reason="first",
+        error_file="e",
     )
     section = sections(REFERENCE / "environment.md", "##")["What a worker gets"]
     shown = re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)

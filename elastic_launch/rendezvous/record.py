@@ -199,6 +199,8 @@ class ControlRecord(Value):
         nonce: random per write; distinguishes two writers of otherwise equal records.
         first_term: the term in which this run began; above 1 if an earlier run had the same id.
         run: random per run; distinguishes runs with the same id.
+        origin: that of the run whose lost record this one replaces, whose nodes go on; empty: none. States that the
+            workers save are known by it.
     """
 
     run_id: str
@@ -215,6 +217,7 @@ class ControlRecord(Value):
     nonce: str = ""
     first_term: int = 1
     run: str = ""
+    origin: str = ""
     refilled: int = 0
     soon: int = 0
     vain: int = 0

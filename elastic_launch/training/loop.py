@@ -24,7 +24,6 @@ from elastic_launch.errors import UsageError
 from elastic_launch.shared_progress import Activity
 from elastic_launch.system.threads import within
 from elastic_launch.training.checkpoints.checkpoint import Checkpoint
-from elastic_launch.training.checkpoints.manager import described_newest
 from elastic_launch.training.checkpoints.memory import settled as stays_of
 from elastic_launch.training.checkpoints.parts import Stateful
 from elastic_launch.training.checkpoints.resumed import Outcome, Resumed
@@ -562,10 +561,10 @@ class Loop:
 
     def origin(self, step: int, micro: int) -> str:
         """Describe the samples of a micro-batch, and the newest checkpoint, for errors."""
-        checkpoint, saved = self._checkpoint, "none: checkpoint= was not given"
+        checkpoint, saved = self.engine.checkpoint, "none: checkpoint= was not given"
         if checkpoint is not None:
             try:
-                saved = within(5.0, "listing them", lambda: described_newest(checkpoint.directory))
+                saved = within(5.0, "listing them", checkpoint.described_newest)
             except (OSError, snapshot.CheckpointError) as error:
                 saved = f"unknown: {error}"
         return f"The micro-batch has {self._epochs.contents(step, micro)}. Newest checkpoint: {saved}."

@@ -251,7 +251,7 @@ def test_progress_of_a_round_that_goes_on_is_recorded_without_a_word_of_the_work
 
 def place(number: int, rank: int) -> c.Place:
     placement = c.Placement(rank, 1, 0, 3, 2, 2, "host", 7000, rank, 3, False)
-    return c.Place(number, placement, 1, 3, "rank 0 crashed", None, 0, fetching=False)
+    return c.Place(number, "5eed", placement, 1, 3, "rank 0 crashed", None, 0, fetching=False)
 
 
 def heard(sock: socket.socket) -> c.Message:

@@ -78,7 +78,7 @@ def test_a_kept_worker_gets_the_variables_that_a_new_one_gets(virtual: bool) -> 
     config = LaunchConfig(Command(("x",), ("x",)), nproc=2, options=TorchOptions(virtual_local_rank=virtual))
     members = tuple(Member(name, "i", 2, "host", 1) for name in ("first", config.node_id))
     group = WorkerGroup(spec_of(members[1]))
-    form = m.Form(1, Round(3, members), 2, "rank 0\0 crashed", max_restarts=5)
+    form = m.Form(1, Round(3, members), 2, "rank 0\0 crashed", max_restarts=5, origin="5eed")
     placement = place(group, form.round, config)[1]
     shared = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "CUDA_VISIBLE_DEVICES": "4,5"}
     new = environment(config, shared, form, placement, error_file="", socket="")
@@ -86,6 +86,7 @@ def test_a_kept_worker_gets_the_variables_that_a_new_one_gets(virtual: bool) -> 
     kept = round_environment(
         told.placement,
         told.round,
+        run_number=told.run_number,
         restarts=told.restarts,
         max_restarts=told.max_restarts,
         reason=told.reason,
@@ -100,7 +101,7 @@ def test_each_worker_learns_its_replica() -> None:
     members = (Member("first", "i", 2, "host", 1), Member(config.node_id, "i", 4, "host", 1, slots=(0, 1, 4, 5)))
     found = place(WorkerGroup(replace(spec_of(members[1]), local_world_size=6)), Round(1, members), config)
     names = [f"ELASTIC_LAUNCH_REPLICA{name}" for name in ("", "_RANK", "S", "_SIZE")]
-    envs = [round_environment(each, 1, restarts=0, max_restarts=3, reason="") for each in found]
+    envs = [round_environment(each, 1, run_number="5eed", restarts=0, max_restarts=3, reason="") for each in found]
     assert [[env[name] for name in ("LOCAL_RANK", "RANK", *names)] for env in envs] == [
         ["0", "2", "1", "0", "3", "2"],
         ["1", "3", "1", "1", "3", "2"],
@@ -111,4 +112,6 @@ def test_each_worker_learns_its_replica() -> None:
     ahead = environment_ahead(config, shared, NoPlacement(4), restarts=0, error_file="", socket="")
     assert [ahead[name] for name in names] == [UNPLACED] * 3 + ["2"]
     told = place_of(config, m.Form(1, Round(1, members), 0, "first"), found[2]).placement
-    assert round_environment(told, 1, restarts=0, max_restarts=3, reason="") == envs[2], "a kept worker"
+    assert round_environment(told, 1, run_number="5eed", restarts=0, max_restarts=3, reason="") == envs[2], (
+        "a kept worker"
+    )

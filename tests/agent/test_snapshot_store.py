@@ -426,24 +426,23 @@ def test_a_directory_that_another_run_has_taken_since_is_refused_at_once(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PAUSE", 1000.0)
-    node.owner = owner.claim(node.directory, "mine")
+    node.owner = MINE
+    owner.claim(node.directory, MINE)
     node.store(1)
     assert node.copied() == [1]
-    owner.claim(node.directory, "another")
-    for mine in (node.owner, owner.owned_by("mine")):
-        node.owner = mine
-        node.store(2)
-        assert node.copied() == [1]
-        assert "was taken since by run 'another'" in node.snapshot_store.failed
+    owner.claim(node.directory, ANOTHER)
+    node.store(2)
+    assert node.copied() == [1]
+    assert "was taken since by run 'another'" in node.snapshot_store.failed
 
 
 def test_checkpoints_of_an_ended_run_do_not_prevent_a_late_node_from_saving(node: Node) -> None:
     """It has restored from the others' memory, and so has never claimed the directory on its own disk."""
-    owner.claim(node.directory, "ended")
-    node.owner = owner.owned_by("mine")
+    owner.claim(node.directory, owner.owned_by("e3", "ended"))
+    node.owner = MINE
     node.store(1)
     assert node.copied() == [1]
-    owner.claim(node.directory, "another")
+    owner.claim(node.directory, ANOTHER)
     node.store(2)
     assert node.copied() == [1], "that one came after this node"
 
@@ -459,7 +458,7 @@ def test_a_snapshot_only_in_memory_is_secured_at_the_end(node: Node) -> None:
 
 
 def test_a_node_that_stands_by_saves_only_if_no_other_can_and_removes_nothing(node: Node) -> None:
-    node.stands_by, node.meta = True, _of_run("mine")
+    node.stands_by, node.meta = True, _of_run("a1")
     for step in (1, 2, 3, 4):
         node.store(step, durable=False, keep=1)
         node.snapshot_store.secure()
@@ -496,7 +495,7 @@ def test_of_two_nodes_that_save_one_state_at_once_one_adds_it(node: Node, tmp_pa
     other = Node(node.directory)
     try:
         for each in (node, other):
-            each.stands_by, each.meta = True, _of_run("mine")
+            each.stands_by, each.meta = True, _of_run("a1")
             each.store(7, durable=False)
         both = threading.Barrier(2, timeout=60)
         for each in (node, other):  # each has looked, and found none, before either commits
@@ -511,15 +510,19 @@ def test_of_two_nodes_that_save_one_state_at_once_one_adds_it(node: Node, tmp_pa
         other.snapshot_store.close()
 
 
-def _of_run(name: str, since: int = 1) -> dict[str, Any]:
-    return {"branch": {"run": name, "since": since}}
+MINE, ANOTHER = owner.owned_by("a1", "mine"), owner.owned_by("b2", "another")
+
+
+def _of_run(number: str) -> dict[str, Any]:
+    return {"branch": {"run": number}}
 
 
 def test_a_newer_checkpoint_of_a_run_that_took_the_directory_since_does_not_count_as_saved(node: Node) -> None:
-    node.owner, node.meta = owner.claim(node.directory, "mine"), _of_run("mine")
+    node.owner, node.meta = MINE, _of_run("a1")
+    owner.claim(node.directory, MINE)
     node.store(2, durable=False)
-    owner.claim(node.directory, "another")
-    snapshot.write(node.directory, {}, step=400, round=1, meta=_of_run("another"))
+    owner.claim(node.directory, ANOTHER)
+    snapshot.write(node.directory, {}, step=400, round=1, meta=_of_run("b2"))
     node.snapshot_store.secure()
     assert node.copied() == [400]
     (told,) = node.told
@@ -529,22 +532,22 @@ def test_a_newer_checkpoint_of_a_run_that_took_the_directory_since_does_not_coun
 
 
 def test_a_later_process_of_a_run_does_not_take_the_directory_back_from_another_run(node: Node) -> None:
-    node.owner = owner.claim(node.directory, "mine")
-    node.store(1, durable=False)
-    node.owner = owner.owned_by("mine")
+    node.owner = MINE
+    owner.claim(node.directory, MINE)
     node.store(2, durable=False)
-    owner.claim(node.directory, "another")
+    owner.claim(node.directory, ANOTHER)
     node.snapshot_store.secure()
     assert node.copied() == []
     assert "was taken since by run 'another'" in node.told[0].error
 
 
-@pytest.mark.parametrize("left_by", [_of_run("another"), _of_run("mine", 9), {}], ids=["another", "earlier", "unknown"])
+@pytest.mark.parametrize("left_by", [_of_run("b2"), {}], ids=["another", "unknown"])
 def test_what_another_run_has_left_in_the_directory_does_not_count_as_saved(
     node: Node, left_by: dict[str, Any]
 ) -> None:
     snapshot.write(node.directory, {}, step=400, round=1, meta=left_by)
-    node.owner, node.meta = owner.claim(node.directory, "mine"), _of_run("mine")
+    node.owner, node.meta = MINE, _of_run("a1")
+    owner.claim(node.directory, MINE)
     node.store(2, durable=False)
     node.snapshot_store.secure()
     assert node.copied() == [400, 2]
@@ -552,8 +555,9 @@ def test_what_another_run_has_left_in_the_directory_does_not_count_as_saved(
 
 
 def test_a_newer_checkpoint_of_the_same_run_counts_and_is_reported_with_its_own_step(node: Node) -> None:
-    there = snapshot.write(node.directory, {}, step=3, round=1, meta=_of_run("mine"))
-    node.owner, node.meta = owner.claim(node.directory, "mine"), _of_run("mine")
+    there = snapshot.write(node.directory, {}, step=3, round=1, meta=_of_run("a1"))
+    node.owner, node.meta = MINE, _of_run("a1")
+    owner.claim(node.directory, MINE)
     node.store(2, durable=False)
     node.snapshot_store.secure()
     assert node.copied() == [3]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -47,6 +48,7 @@ def test_workers_get_every_variable_of_torchrun_and_their_arguments(job: Job, mo
     assert int(worker["env"]["MASTER_PORT"]) > 0
     assert worker["env"]["TORCHELASTIC_ERROR_FILE"].endswith("round_1/1/error.json")
     assert worker["argv"][1:] == ["--nproc", "a b", "--", "-x"]
+    assert re.fullmatch("[0-9a-f]{16}", worker["env"]["ELASTIC_LAUNCH_RUN_NUMBER"])
     assert f"logs in {job.logs}/abc" in agent.output.splitlines()[0]
     assert "done: all workers finished; restarts: 0; logs in" in agent.output.splitlines()[-1]
 

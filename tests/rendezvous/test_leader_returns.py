@@ -344,6 +344,25 @@ def test_a_node_of_the_earlier_run_that_knew_none_of_its_last_rounds_does_not_vo
     assert [x.anew for x in run.orders("b", m.Evicted)] == [True]
 
 
+def test_states_keep_the_number_of_the_run_whose_record_was_lost() -> None:
+    """The workers of two runs with one id tell the runs' checkpoints apart by it, and this is still the first one."""
+    run = Run("1:2")
+    run.hello("a", seen_run="second", seen_round=3, origin="first")
+    run.hello("b", seen_run="other", seen_round=2, origin="other")
+    assert run.members == "ab"
+    assert {order.origin for name in "ab" for order in run.orders(name, m.Form)} == {"first"}
+    run.hello("c", seen_run="second", seen_round=9, origin="later")
+    run.stop("a", "b")
+    assert [order.origin for order in run.orders("a", m.Form)] == ["first", "first"]
+    assert run.record.origin == "first"
+
+
+def test_a_run_that_begins_has_a_number_of_its_own() -> None:
+    run = Run("1:1")
+    run.hello("a")
+    assert [order.origin for order in run.orders("a", m.Form)] == [run.record.run]
+
+
 def test_what_a_node_knows_of_another_run_spends_no_budget_of_this_one() -> None:
     run = running("1:2", "a", max_restarts=3)
     run.hello("b", seen_run="earlier", seen_round=9, seen_restarts=3, seen_term=1)

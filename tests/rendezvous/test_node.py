@@ -171,12 +171,14 @@ def test_an_evicted_node_returns_once_its_workers_are_gone() -> None:
 def test_a_node_of_a_run_that_has_begun_anew_comes_as_a_new_one() -> None:
     side = _side()
     side.obey(m.Welcome(1, "a", 0.5, 5.0, run="first"), 0.0)
-    side.obey(_form(3), 0.0)
+    side.obey(replace(_form(3), origin="before"), 0.0)
     side.say(m.Stopped(3, 7001, held=m.HeldSnapshot(3, 40, 0), trained=True), 0.0)
-    assert (side.hello.seen_run, side.hello.held) == ("first", m.HeldSnapshot(3, 40, 0))
+    assert (side.hello.seen_run, side.hello.origin) == ("first", "before")
+    assert side.hello.held == m.HeldSnapshot(3, 40, 0)
     side.obey(m.Evicted(1, "the run has begun anew without it", anew=True), 0.0)
     assert side.may_return()
-    assert (side.hello.seen_run, side.hello.held, side.hello.trained, side.hello.seen_round) == ("", None, False, 0)
+    assert (side.hello.seen_run, side.hello.origin) == ("", "")
+    assert (side.hello.held, side.hello.trained, side.hello.seen_round) == (None, False, 0)
 
 
 def test_a_lost_leader_is_reported_once_after_a_second() -> None:

@@ -133,11 +133,11 @@ def test_a_record_that_etcd_refuses_ends_the_run_with_the_reason(tmp_path: Path,
 def test_a_record_too_long_for_a_line_ends_the_run_with_the_reason(
     etcd: Member, start: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "MAX_RECORD", 920)
+    monkeypatch.setattr(service, "MAX_RECORD", 932)
     nodes = [start(letter * 190, etcd, "long", Limits(2, 2)) for letter in "ab"]
     wait_for("the end", lambda: all(node.ends for node in nodes))
     assert {node.ends[0].code for node in nodes} == {95}
-    assert "the limit is 920" in nodes[0].ends[0].cause
+    assert "the limit is 932" in nodes[0].ends[0].cause
 
 
 def test_beats_are_slower_where_thousands_of_nodes_may_beat() -> None:

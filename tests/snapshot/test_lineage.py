@@ -14,12 +14,12 @@ from elastic_launch.snapshot.storage.lineage import leads_to, order, same_run
 from elastic_launch.training.checkpoints.branches import LONGEST_LINE, Branch, following
 
 FIRST = following(1, "run", {}, 0)
-AFTER_FIRST = following(2, "run", {"branch": FIRST.meta("run")}, 1, parent=(1, 40))
-RESUMED = following(1, "run", {"branch": FIRST.meta("run")}, 1, parent=(1, 40), base=(40, "there"), taken=1)
+AFTER_FIRST = following(2, "run", {"branch": FIRST.meta()}, 1, parent=(1, 40))
+RESUMED = following(1, "later", {"branch": FIRST.meta()}, 1, parent=(1, 40), base=(40, "there"), taken=1)
 
 
 def _meta(branch: Branch) -> dict[str, Any]:
-    return {"branch": branch.meta("run")}
+    return {"branch": branch.meta()}
 
 
 def _save(directory: Path, branch: Branch, step: int) -> tuple[int, int]:
@@ -58,14 +58,33 @@ def test_what_a_node_saves_after_the_run_was_resumed_without_it_never_wins(tmp_p
 
 
 def test_a_node_that_thaws_after_the_run_was_resumed_is_refused_under_the_same_id_too(tmp_path: Path) -> None:
-    owner.claim(tmp_path, "run", epoch=FIRST.epoch)
-    mine = owner.owned_by("run")
-    snapshot.write(tmp_path, {}, step=50, round=1, meta=_meta(FIRST), owner=mine)
-    owner.claim(tmp_path, "run", epoch=RESUMED.epoch)
+    first, resumed = owner.owned_by(FIRST.run, "id"), owner.owned_by(RESUMED.run, "id")
+    owner.claim(tmp_path, first, epoch=FIRST.epoch)
+    snapshot.write(tmp_path, {}, step=50, round=1, meta=_meta(FIRST), owner=first)
+    owner.claim(tmp_path, resumed, epoch=RESUMED.epoch)
     with pytest.raises(snapshot.CheckpointError, match="was taken since"):
-        snapshot.write(tmp_path, {}, step=60, round=1, meta=_meta(FIRST), owner=mine)
-    snapshot.write(tmp_path, {}, step=41, round=RESUMED.round, meta=_meta(RESUMED), owner=mine)
+        snapshot.write(tmp_path, {}, step=60, round=1, meta=_meta(FIRST), owner=first)
+    snapshot.write(tmp_path, {}, step=41, round=RESUMED.round, meta=_meta(RESUMED), owner=resumed)
     assert _there(tmp_path)[0] == (RESUMED.round, 41)
+
+
+def test_the_epoch_of_a_run_rises_above_that_of_a_location_that_a_node_brings(tmp_path: Path) -> None:
+    """Of what the node has, the next start does not go on from the earlier runs', although they have counted more."""
+    earlier = following(1, "earlier", {}, 60, taken=6)
+    _save(tmp_path, earlier, 50)
+    joined = following(2, "run", _meta(FIRST), 61, parent=(1, 40), taken=earlier.epoch)
+    assert (FIRST.epoch, joined.epoch, joined.begins) == (1, 8, False)
+    newest = _save(tmp_path, joined, 41)
+    assert _there(tmp_path)[0] == newest
+    assert same_run(_meta(joined), _meta(FIRST))
+    later = following(3, "run", _meta(joined), 62, parent=newest, taken=joined.epoch)
+    assert later.epoch == joined.epoch
+
+
+def test_a_run_without_a_number_recognises_no_state_as_its_own() -> None:
+    unnumbered = following(0, "", {}, 0)
+    assert not same_run(_meta(unnumbered), _meta(unnumbered))
+    assert following(0, "", _meta(unnumbered), 1).begins
 
 
 def test_retention_counts_what_the_training_went_through(tmp_path: Path) -> None:

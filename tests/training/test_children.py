@@ -49,7 +49,15 @@ def test_what_a_launcher_sets_is_left_out_and_the_rest_is_kept(monkeypatch: pyte
     before = dict(os.environ)
     placement = Placement(1, 1, 0, 2, 2, 1, "here", 1, 1, 2, first_on_node=False)
     of_worker = worker_environment(
-        placement, run_id="", role="", restarts=0, max_restarts=0, round_number=1, reason="first", error_file="file"
+        placement,
+        run_id="",
+        run_number="5eed",
+        role="",
+        restarts=0,
+        max_restarts=0,
+        round_number=1,
+        reason="first",
+        error_file="file",
     )
     others = dict.fromkeys(
         ["PET_NNODES", "ELASTIC_LAUNCH_FAULTS", "ELASTIC_LAUNCH_DRILL", "TORCHELASTIC_TIMER_FILE"], "2"

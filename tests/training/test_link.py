@@ -402,7 +402,7 @@ def test_in_a_later_round_no_step_is_reported_until_it_is_known_where_training_g
     link.watch(0)
     link.step(20)
     placement = c.Placement(0, 0, 0, 1, 1, 1, "localhost", 1, 0, 1, first_on_node=True)
-    agent.sendall(c.pack(c.Place(2, placement, 1, 3, "rank 1 crashed", None, 0, fetching=False)))
+    agent.sendall(c.pack(c.Place(2, "5eed", placement, 1, 3, "rank 1 crashed", None, 0, fetching=False)))
     assert link.wait_for_place() is not None
     with link.forming():
         found = progress.read()

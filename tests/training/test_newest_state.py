@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
@@ -25,10 +24,9 @@ from elastic_launch.snapshot import stall
 from elastic_launch.snapshot.format import files
 from elastic_launch.snapshot.memory.slot import EVALUATED, Header, Slot
 from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter
-from elastic_launch.snapshot.storage import owner
 from elastic_launch.snapshot.storage import url_storage as storage
 from elastic_launch.snapshot.storage.listing import positions
-from elastic_launch.snapshot.storage.owner import claim
+from elastic_launch.snapshot.storage.owner import check, claim, owned_by, ownership
 from elastic_launch.system.threads import within
 from elastic_launch.training.checkpoints import manager as checkpoints
 from elastic_launch.training.checkpoints.branches import Branch, following
@@ -39,7 +37,8 @@ from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
 
-RUN = "this run"
+RUN, NUMBER = "this run", "5eed"
+MINE = owned_by(NUMBER, RUN)
 
 
 class Node:
@@ -53,27 +52,27 @@ class Node:
     def remembers(self, round: int, step: int, branch: Branch | None = None) -> None:
         model = nn.Linear(2, 2)
         writer = SlotWriter(self.slots[0])
-        meta = {"identity": {}, "worlds": [1], "equal": (0, 0), "branch": (branch or self._branch(round)).meta(RUN)}
+        meta = {"identity": {}, "worlds": [1], "equal": (0, 0), "branch": (branch or self._branch(round)).meta()}
         draft = SlotDraft({"model": model.state_dict()}, meta, lambda tensor: True)
         writer.write(draft, Header(1, round, step, EVALUATED, 0))
         writer.close()
 
     def saved(self, round: int, step: int, branch: Branch | None = None, owner: str = "") -> snapshot.CheckpointInfo:
         state = {"model": nn.Linear(2, 2).state_dict()}
-        meta = {"identity": {}, "worlds": [1], "branch": (branch or self._branch(round)).meta(RUN)}
+        meta = {"identity": {}, "worlds": [1], "branch": (branch or self._branch(round)).meta()}
         return snapshot.write(self.directory, state, step=step, round=round, meta=meta, owner=owner)
 
     def _branch(self, round: int) -> Branch:
-        """A branch of the run that has taken the directory, if one has."""
-        return Branch(round, 0, 1, epoch=owner.epoch_in(self.directory))
+        """A branch of this run, with the epoch of its directory."""
+        return Branch(round, 0, NUMBER, epoch=ownership(self.directory, MINE).epoch)
 
-    def resumes(self, world_round: int) -> tuple[int, Branch]:
+    def resumes(self, world_round: int, number: str = NUMBER) -> tuple[int, Branch]:
         """Return the step that a round resumes from, and the numbers that it saves under."""
         agent, worker = socket.socketpair()
         with agent:
             link = AgentLink(worker)
             link.slots = [Slot(os.dup(slot.tensors), os.dup(slot.head)) for slot in self.slots]
-            run = Run(Engine(World(round=world_round), torch.device("cpu"), link))
+            run = Run(Engine(World(round=world_round, run=number), torch.device("cpu"), link))
             run.register("model", nn.Linear(2, 2))
             try:
                 step = run.resume(el.Checkpoint(self.place, every=1000))
@@ -122,8 +121,9 @@ def test_a_later_save_of_another_run_is_not_a_newer_state_of_this_one(
 ) -> None:
     node.place = f"{scheme}{node.directory}"
     node.remembers(2, 210)
+    claim(node.directory, MINE)
     node.saved(9, 422)
-    owner.claim(node.directory, "another run")
+    claim(node.directory, owned_by("b2", "another run"))
     step, branch = node.resumes(4)
     assert step == 210
     assert branch.round == 10
@@ -134,14 +134,30 @@ def test_a_later_save_of_another_run_is_not_a_newer_state_of_this_one(
 def test_a_state_of_an_earlier_run_of_the_same_id_is_not_this_runs(node: Node, scheme: str) -> None:
     """This run's first round ended before it saved anything, so the second one reads what the earlier run has saved."""
     node.place = f"{scheme}{node.directory}"
-    assert node.resumes(1)[0] == 0
-    node.saved(2, 40)
-    assert node.resumes(1)[0] == 40
+    earlier = Branch(2, 0, "earlier", epoch=3)
+    claim(node.directory, owned_by("earlier", RUN), epoch=3)
+    node.saved(2, 40, earlier)
     step, branch = node.resumes(2)
-    node.saved(branch.round, 50, branch, owner.owned_by(RUN))
+    assert (step, branch.begins, branch.epoch) == (40, True, 4)
+    node.saved(branch.round, 50, branch, MINE)
     later, its = node.resumes(3)
-    assert (step, later) == (40, 50)
-    assert (its.since, its.epoch) == (branch.since, branch.epoch)
+    assert (later, its.begins, its.epoch) == (50, False, 4)
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_a_runs_own_state_counts_before_one_that_a_late_node_has_brought(node: Node, scheme: str) -> None:
+    """The earlier run has been through more rounds, and its location was taken more often."""
+    node.place = f"{scheme}{node.directory}"
+    claim(node.directory, owned_by("earlier", RUN), epoch=6)
+    node.saved(70, 90, Branch(70, 0, "earlier", epoch=6))
+    mine = Branch(2, 0, NUMBER, epoch=1)
+    node.saved(2, 40, mine)
+    step, branch = node.resumes(3)
+    assert (step, branch.begins, branch.round, branch.epoch) == (40, False, 71, 7)
+    node.remembers(2, 40, mine)
+    step, from_memory = node.resumes(4)
+    assert (step, from_memory.begins, from_memory.epoch) == (40, False, 8)
+    assert ownership(node.directory, MINE).taken
 
 
 @pytest.mark.parametrize("memory", [None, (2, 210)])
@@ -152,12 +168,11 @@ def test_a_copy_that_an_earlier_round_has_requested_is_still_committed(
     """What the next round begins with is read from storage while that copy is under way."""
     node.place = f"{scheme}{node.directory}"
     assert node.resumes(1)[0] == 0
-    requested = f"{json.loads((node.directory / owner.OWNER).read_text())['token']} {RUN}"
     if memory is not None:
         node.remembers(*memory)
     node.saved(3, 422)
     assert node.resumes(4)[0] == 422
-    owner.check(node.directory, requested)
+    check(node.directory, MINE)
 
 
 def test_storage_that_hangs_does_not_prevent_a_resume_from_memory(
@@ -168,7 +183,7 @@ def test_storage_that_hangs_does_not_prevent_a_resume_from_memory(
     monkeypatch.setattr(checkpoints, "LOOK_TIMEOUT", 0.2)
     monkeypatch.setattr(checkpoints, "positions", lambda directory: hung.wait(60) and [])
     try:
-        assert node.resumes(4) == (210, Branch(4, 0, 1, line=((2, 210),)))
+        assert node.resumes(4) == (210, Branch(4, 0, NUMBER, begins=False, line=((2, 210),)))
     finally:
         hung.set()
     assert "took more than 0.2 s" in caplog.text
@@ -242,29 +257,29 @@ def test_storage_that_is_slow_is_waited_for_as_long_as_bytes_come(
 
 def test_a_run_in_an_old_directory_numbers_its_branches_apart(node: Node) -> None:
     """Two rounds that resume from one state, and do not know each other, save under different numbers."""
-    saved = node.saved(50, 9)
+    saved = node.saved(50, 9, Branch(50, 0, "earlier"))
     step, first = node.resumes(1)
     base = 9, str(saved.path)
-    assert (step, first) == (9, Branch(51, 50, 51, epoch=1, line=((50, 9),), base=base))
+    assert (step, first) == (9, Branch(51, 50, NUMBER, epoch=1, line=((50, 9),), base=base))
     node.remembers(51, 20, first)
     shutil.rmtree(node.directory)
     _, second = node.resumes(2)
     _, third = node.resumes(3)
     assert (second.round, third.round) == (52, 53)
-    assert (second.since, third.since) == (51, 51)
+    assert (first.begins, second.begins, third.begins) == (True, False, False)
     assert (second.epoch, second.line, second.base) == (1, ((50, 9), (51, 20)), base)
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3)), min_size=1, max_size=8), st.integers(0, 30))
 def test_numbers_rise_along_each_line_and_are_not_shared(starts: list[tuple[int, int]], before: int) -> None:
     """Each start is a round of the run, which resumes from any state that an earlier one has left."""
-    number, states = 1, [following(1, RUN, {}, before)]
+    number, states = 1, [following(1, NUMBER, {}, before)]
     for later, index in starts:
         number += later
         parent = states[min(index, len(states) - 1)]
-        child = following(number, RUN, {"branch": parent.meta(RUN)}, parent.round)
+        child = following(number, NUMBER, {"branch": parent.meta()}, parent.round)
         assert child.round > parent.round
-        assert child.since == states[0].since
+        assert not child.begins
         states.append(child)
     assert [state.round for state in states] == sorted({state.round for state in states})
 
@@ -297,7 +312,7 @@ def test_an_error_of_a_listing_that_passes_lets_no_older_state_win(
     monkeypatch.setattr("elastic_launch.training.checkpoints.manager.positions", listed)
     monkeypatch.setattr("elastic_launch.training.checkpoints.manager.LOOK_TIMEOUT", 0.2)
     monkeypatch.setattr("elastic_launch.training.checkpoints.manager.LOOK_AGAIN", 0.01)
-    assert CheckpointManager(el.Checkpoint(node.directory)).has_newer(World(round=2), (51, 20)) is passes
+    assert CheckpointManager(el.Checkpoint(node.directory)).has_newer(World(round=2, run=NUMBER), (51, 20)) is passes
     assert ("it is not known whether there is a newer checkpoint" in caplog.text) is not passes
     assert len(attempts) >= 3
 
@@ -315,7 +330,7 @@ def test_a_run_fails_if_its_last_state_could_not_be_saved(
     node: Node, monkeypatch: pytest.MonkeyPatch, own: int | None, taken: bool, failure: str
 ) -> None:
     """Neither a save of another run counts, nor an older state of this one, saved by an earlier process."""
-    node.saved(50, 9)
+    node.saved(50, 9, Branch(50, 0, "earlier"))
     _, first = node.resumes(1)
     node.remembers(51, 20, first)
 
@@ -324,14 +339,14 @@ def test_a_run_fails_if_its_last_state_could_not_be_saved(
 
     monkeypatch.setattr("elastic_launch.snapshot.storage.background.write", refused)
     saving = CheckpointManager(el.Checkpoint(node.directory, every=1))
-    assert saving.has_newer(World(round=2), (51, 20)) is False
-    saving.go_on(World(round=2), {"branch": first.meta(RUN)}, (20, 0.0), (51, 20))
+    assert saving.has_newer(World(round=2, run=NUMBER), (51, 20)) is False
+    saving.go_on(World(round=2, run=NUMBER), {"branch": first.meta()}, (20, 0.0), (51, 20))
     saving.save({}, 21, {})
     saving.finish()
     if own is not None:
         node.saved(51, own, first)
     if taken:
-        claim(node.directory, "another")
+        claim(node.directory, owned_by("b2", "another"))
     failed = saving.failed()
     assert str(failed or "").startswith(f"{failure} {node.directory}: Could not write" if failure else "")
     assert (failed is None) == (not failure)

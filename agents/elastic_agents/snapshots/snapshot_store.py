@@ -76,7 +76,6 @@ class SnapshotStore:
         self._current: CopyJob | None = None  # the one that is carried out
         self._copied = 0
         self._given_up = 0  # the highest sequence number that could not be copied, after all attempts
-        self._took: set[str] = set()  # directories that this run owns, as far as this node knows
         self._forgets = False  # whether what is being copied has been dropped since
         self._reading = False  # the pinned snapshot is being copied
         self._closing = False
@@ -115,8 +114,6 @@ class SnapshotStore:
             stands_by = job.stands_by or job.share > 0
             target = replace(job, sequence=0, shares=1, share=0, stands_by=stands_by)
             self._target = target if job.directory else None
-            if stands_by or not job.owner.startswith(" "):  # a worker of this node has taken it
-                self._took.add(job.directory)
             if job.now and job.directory:
                 self._job = job
                 if not self._reading:
@@ -429,8 +426,6 @@ class SnapshotStore:
                 self._let_go()
             if copied.path:
                 self._copied = held.sequence
-            if copied.path or not job.owner.startswith(" "):
-                self._took.add(job.directory)
             if copied.path or copied.final or attempt == ATTEMPTS or self._closing or self._forgets:
                 self._given_up = self._given_up if copied.path else held.sequence
                 return copied
@@ -444,9 +439,7 @@ class SnapshotStore:
         """Have a process copy a snapshot."""
         slot = self._slots[held.slot]
         url = isinstance(place(job.directory), Url)
-        # Leftovers of an earlier run, on a node that this run has just come to. URLs have no such place.
-        take = job.directory not in self._took and not url
-        job = replace(job, sequence=held.sequence, step=held.step, round=held.round, take=take)
+        job = replace(job, sequence=held.sequence, step=held.step, round=held.round)
         header = slot.header()
         training = 0 if header is None else header.training
         nothing = Copied(held.step, held.round, directory=job.directory, training=training)

@@ -116,6 +116,7 @@ def environment(
         worker_environment(
             placement,
             run_id=config.run_id,
+            run_number=form.origin,
             role=config.role,
             restarts=form.restarts,
             max_restarts=form.max_restarts,
@@ -158,6 +159,7 @@ def place_of(config: LaunchConfig, form: m.Form, placement: Placement) -> Place:
         placement = replace(placement, local_rank=0)  # as in its environment
     return Place(
         round=form.round.number,
+        run_number=form.origin,
         placement=placement,
         restarts=form.restarts,
         max_restarts=form.max_restarts,

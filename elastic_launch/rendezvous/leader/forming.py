@@ -149,7 +149,7 @@ def _form(state: LeaderState, after: Broken | None, now: float) -> Running:
     served = sources(state.nodes, chosen)
     # One object for all members, or one outline, so that it is encoded once.
     order = outlined(
-        m.Form(state.record.term, formed, budget.spent, cause, served, budget.allowed),
+        m.Form(state.record.term, formed, budget.spent, cause, served, budget.allowed, origin=state.origin),
         state.record.leader.incarnation,
     )
     for index, node in enumerate(chosen):

@@ -357,6 +357,8 @@ class LeaderMachine:
         """Take over what a member of an earlier term knows: the record may have been lost with its host."""
         if not self.record.round.number:
             self._state.continued.add(hello.seen_run)
+            if hello.origin and hello.seen_round > self._state.seen:
+                self._state.record = replace(self.record, origin=hello.origin)
         self._state.floor = max(self._state.floor, hello.seen_round)
         if not self._is_of_another_run(hello):
             self._state.budget.learn(hello.seen_restarts)

@@ -116,6 +116,11 @@ class LeaderState:
         return self.record.limits
 
     @property
+    def origin(self) -> str:
+        """The number of the run that the workers' states belong to."""
+        return self.record.origin or self.record.run
+
+    @property
     def live(self) -> bool:
         """Whether the workers of the last round in which all trained could be suspended."""
         return self.resizing.prices.live

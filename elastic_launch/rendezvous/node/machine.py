@@ -139,6 +139,7 @@ class NodeMachine:
             case m.Form(round=formed):
                 restarts = max(hello.seen_restarts, order.restarts)
                 self._learn(seen_round=formed.number, seen_restarts=restarts, holding=formed.number)
+                self._learn(origin=order.origin)
                 self._learn(joined=False, ready=False, live=False, importing=False, failed=None, broken=False)
                 self._round = _LastRound(formed.number, now)
             case m.Break(round=number) if number == hello.seen_round:
@@ -154,6 +155,7 @@ class NodeMachine:
             case m.Evicted(anew=True):
                 # No order of that run counts any more: the leader's term is higher.
                 self._learn(seen_run="", seen_round=0, seen_restarts=0, held=None, failed=None, trained=False)
+                self._learn(origin="")
                 self._round = None
         self._evicted = self._evicted or isinstance(order, m.Evicted)
         return True

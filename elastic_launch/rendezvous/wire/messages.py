@@ -75,6 +75,7 @@ class NodeHello:
         leaving: why the node leaves the run, or empty; its report of that may have been lost with the previous link.
         seen_term, seen_round, seen_restarts: the highest it knows; a leader that lost its store rebuilds it from them.
         seen_run: the run, as in the control record, that it was last welcomed to; empty if what it holds is of none.
+        origin: see :class:`Form`, of its last round; empty if it was in none.
         held: see :class:`Stopped`.
         failed: the first failure among its workers in the round ``seen_round``, until another round is formed: a leader
             that is gone may have received the report of it, and not have charged it.
@@ -110,6 +111,7 @@ class NodeHello:
     seen_restarts: int = 0
     importing: bool = False
     seen_run: str = ""
+    origin: str = ""
     held: HeldSnapshot | None = None
     failed: Failure | None = None
     broken: bool = False
@@ -494,6 +496,7 @@ class Form(Value):
         cause: why the last round ended; ``first`` for the first one.
         sources: which nodes serve the newest snapshot, if no member has it.
         max_restarts: the run's limit, which may differ from the node's.
+        origin: the number of the run that the workers' states belong to, see the control record.
         outline: of a round with too many members to list them; see :mod:`elastic_launch.rendezvous.wire.outline`.
         slots, index: then the local ranks of this node's workers, empty for all, and its rank among the members.
     """
@@ -504,6 +507,7 @@ class Form(Value):
     cause: str
     sources: tuple[SnapshotSource, ...] = ()
     max_restarts: int = 3
+    origin: str = ""
     outline: RoundOutline | None = None
     slots: LocalRanks = ()
     index: int = 0

@@ -27,10 +27,14 @@ def epoch_of(meta: Mapping[str, Any]) -> int | None:
     return epoch if isinstance(epoch, int) else None
 
 
+def is_of_run(meta: Mapping[str, Any], run: str) -> bool:
+    """Whether the run with that number has saved a state."""
+    return bool(run) and _branch(meta).get("run") == run
+
+
 def same_run(meta: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two states are of one run: under its id, and numbered from the same start."""
-    mine, others = _branch(meta), _branch(other)
-    return all(mine.get(key) == others.get(key) for key in ("run", "since", "epoch"))
+    """Whether one run has saved two states."""
+    return is_of_run(meta, _branch(other).get("run", ""))
 
 
 def nonce_in(meta: Mapping[str, Any], round: int, step: int) -> str:
@@ -41,7 +45,7 @@ def nonce_in(meta: Mapping[str, Any], round: int, step: int) -> str:
     branch = _branch(meta)
     if not branch:
         return ""
-    known = repr([branch.get("run"), branch.get("since"), branch.get("epoch"), round, step])
+    known = repr([branch.get("run"), branch.get("epoch"), round, step])
     return hashlib.sha256(known.encode()).hexdigest()[:16]
 
 

@@ -23,6 +23,7 @@ from elastic_launch.snapshot.format import tensor_file as tensorfile
 from elastic_launch.snapshot.format.files import check_sum, read_at, sum_of
 from elastic_launch.snapshot.format.manifest import DATA, MAX_STATE_BYTES, METADATA, STATE, parse_json, parse_name
 from elastic_launch.snapshot.location import Place
+from elastic_launch.snapshot.storage.lineage import is_of_run
 from elastic_launch.snapshot.storage.listing import (
     SCANS,
     CheckpointInfo,
@@ -30,7 +31,6 @@ from elastic_launch.snapshot.storage.listing import (
     faults,
     find,
     manifest_of,
-    order_of,
 )
 
 _log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ def newest(
     on_damaged: OnDamaged | None = None,
     *,
     above: tuple[int, int] | None = None,
-    epoch: int | None = None,
+    run: str = "",
     step: int | None = None,
     parts: Parts | None = None,
     taking: Taking | None = None,
@@ -110,8 +110,8 @@ def newest(
         directory: a directory, which need not exist, or a URL.
         on_damaged: called once with the error of each checkpoint that is skipped, since it is damaged or foreign, or
             cannot be read and seems to be older than the one that is returned; it may raise to refuse that.
-        above: consider only checkpoints newer than this (round, step).
-        epoch: consider only checkpoints of the training that took the location as this one; see ``lineage``.
+        above: consider only the run's own checkpoints, if they are newer than this (round, step).
+        run: number of a run, whose own checkpoints come first; see ``lineage``.
         step: consider only checkpoints of this step.
         parts, taking: as for :func:`load`.
 
@@ -140,8 +140,9 @@ def newest(
         unread.clear()
         try:
             found = find(directory, look)
-            found = [x for x in found if above is None or (x.round, x.step) > above]
-            found = [x for x in found if epoch in (None, order_of(x)[0])]
+            if above is not None:
+                found = [x for x in found if is_of_run(x.meta, run) and (x.round, x.step) > above]
+            found.sort(key=lambda x: not is_of_run(x.meta, run))
             wanted = [x for x in found if step in (None, x.step)]
             least = max([above or (-1, -1), *((x.round, x.step) for x in wanted[:1])])
             for error in unread:

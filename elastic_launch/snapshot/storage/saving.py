@@ -127,7 +127,6 @@ def write_parts(
     round: int,
     may_commit: Callable[[], bool] = lambda: True,
     owner: str = "",
-    take: bool = False,
     nonce: str = "",
 ) -> CheckpointInfo:
     """Write a checkpoint as ``write`` does, given the content of its files.
@@ -138,7 +137,6 @@ def write_parts(
         meta: as ``encode_meta`` returns it.
         may_commit: as for ``write``.
         owner: as for ``write``; checked after ``may_commit``.
-        take: as for ``owner.check``.
         nonce: of its name; empty for a random one. If it is one file in a directory, and another process has written
             that checkpoint, its description is returned, and this one's is dropped. Behind a URL such a file gets a
             random one.
@@ -159,7 +157,7 @@ def write_parts(
             draft.finish(data)
             if not may_commit():
                 raise NotCommittedError(step)
-            owners.check(where, owner, take=take, epoch=epoch_of(decoded))
+            owners.check(where, owner, epoch=epoch_of(decoded))
             if nonce and alone and isinstance(draft, DirectoryDraft) and (same := draft.final).exists():
                 try:
                     return inspect(same)

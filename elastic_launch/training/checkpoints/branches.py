@@ -6,13 +6,16 @@ never have the same number, even if they resume from the same state and do not k
 of the run's round by as much as it was when the state was taken.
 
 Of another run's states that are in memory only, nothing is known. So durable states are ordered by the training's
-epoch first; see :mod:`elastic_launch.snapshot.storage.lineage`.
+epoch first; see :mod:`elastic_launch.snapshot.storage.lineage`. A node that joins late may bring a location of its own,
+in which earlier runs have counted further: the run's epoch rises above it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+
+from elastic_launch.snapshot.storage.lineage import is_of_run
 
 LONGEST_LINE = 32
 """Number of earlier branches that a state names."""
@@ -24,14 +27,15 @@ class Branch:
 
     round: int = 0  # the number in the names of checkpoints, and in snapshots
     ahead: int = 0  # how far it is ahead of the run's own round
-    since: int = 0  # number of the run's first start; states with a lower number were saved by other runs
+    run: str = ""  # the number of the run
+    begins: bool = True  # whether it resumes from no state of the run
     epoch: int = 0  # how many trainings have taken the location, up to this one
     line: tuple[tuple[int, int], ...] = ()  # the states that it and those before it resumed from: round and step
     base: tuple[int, str] | None = None  # step and place of the durable state that the run resumed from last
 
-    def meta(self, run: str) -> dict[str, Any]:
+    def meta(self) -> dict[str, Any]:
         """Return what a saved state records of the branch, for :func:`following`."""
-        known: dict[str, Any] = {"run": run, "ahead": self.ahead, "since": self.since, "epoch": self.epoch}
+        known: dict[str, Any] = {"run": self.run, "ahead": self.ahead, "epoch": self.epoch}
         return known | {"line": [list(state) for state in self.line], "base": self.base and list(self.base)}
 
 
@@ -44,22 +48,20 @@ def following(
     parent: tuple[int, int] | None = None,
     base: tuple[int, str] | None = None,
     taken: int = 0,
-    again: bool = False,
 ) -> Branch:
     """Return the branch that a start of the training saves under.
 
     Args:
         world_round: number of the run's round, from 1; 0 if rounds are not counted.
+        run: the run's own number.
         meta: meta of the state that it resumes from; empty if there is none.
         highest: highest round of all known states, whether or not it resumes from them.
         parent: round and step of the state that it resumes from; None if there is none.
         base: step and place of that state if it is durable.
-        taken: the location's last epoch; 0 for a state in memory, which is this run's.
-        again: whether this process has taken the location before, for an earlier loop of the script.
+        taken: the highest epoch in the locations that are to be used; 0 if there are none.
     """
     known = meta.get("branch", {})
-    # Under the same id, an earlier run may have saved it. This run's first start has taken the location since then.
-    same = (world_round > 1 or again) and known.get("run") == run and int(known["epoch"]) >= taken
+    same = is_of_run(meta, run)
     number = max(world_round + (int(known["ahead"]) if same else 0), highest + 1)
     line = [*((int(round), int(step)) for round, step in known.get("line", ())), *([parent] if parent else [])]
     if base is None and same and known["base"] is not None:
@@ -67,8 +69,9 @@ def following(
     return Branch(
         number,
         number - world_round,
-        int(known["since"]) if same else number,
-        int(known["epoch"]) if same else taken + 1,
+        run,
+        not same,
+        int(known["epoch"]) if same and int(known["epoch"]) >= taken else taken + 1,
         tuple(line[-LONGEST_LINE:]),
         base,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -28,9 +29,9 @@ from elastic_launch.snapshot.location import Place, Url, place
 from elastic_launch.snapshot.room import MORE_MEMORY, below_peak, room
 from elastic_launch.snapshot.stall import while_advancing
 from elastic_launch.snapshot.storage.directory import check_writable
-from elastic_launch.snapshot.storage.lineage import epoch_of, same_run
+from elastic_launch.snapshot.storage.lineage import epoch_of, is_of_run, same_run
 from elastic_launch.snapshot.storage.listing import positions
-from elastic_launch.snapshot.storage.owner import claim, epoch_in, other_owner, owned_by
+from elastic_launch.snapshot.storage.owner import claim, owned_by, ownership
 from elastic_launch.snapshot.storage.reading import Taking
 from elastic_launch.snapshot.storage.shares import OwnShare, nonce_of
 from elastic_launch.snapshot.storage.url_storage import try_out
@@ -78,7 +79,11 @@ class CheckpointManager:
         self._evaluated: int | None = None  # step at whose boundary all ranks have them
         self.branch = Branch()
         """The branch of the training that checkpoints are saved under."""
+        self._run = ""  # the number of the run
+        self._taken = 0  # the highest epoch in the locations, as last seen
         self._owner = ""
+        self.opened_before = False
+        """Whether the run has opened the checkpoints before; on ranks that do not write, False."""
         self._link = AgentLink()
         self._highest = 0
         self._awaited = 0
@@ -100,17 +105,18 @@ class CheckpointManager:
 
     def has_newer(self, world: World, position: tuple[int, int]) -> bool:
         """Whether there is a checkpoint above a (round, step) in memory, judged by its name; called by all ranks."""
-        mine: list[tuple[int, int]] = []
+        mine, taken = [(0, 0)], 0
         if world.rank == 0 or not isinstance(self.directory, Url):
             try:
-                mine = _listed(self.directory)
+                mine, taken = _looked(self.directory, owned_by(world.run, run_id()))
             except (snapshot.CheckpointError, TimeoutError) as error:
                 _log.warning(
                     "it is not known whether there is a newer checkpoint; training goes on from memory: %s", error
                 )
-        newest = max(numbers_of_all(world, list(max(mine, default=(0, 0)))))
+        everywhere = numbers_of_all(world, [*max(mine, default=(0, 0)), taken])
+        newest, self._taken = max((round, step) for round, step, _ in everywhere), max(x[2] for x in everywhere)
         self._highest = max(self._highest, position[0], newest[0])
-        return (newest[0], newest[1]) > position
+        return newest > position
 
     def open(
         self,
@@ -141,10 +147,12 @@ class CheckpointManager:
                 "Leave the checkpoint out: snapshots in the node's memory are taken anyway. Or give a directory.",
             )
         self._writers = writers(where, world)
+        self._run = world.run or self._run or _drawn(world)
         # A read that is merely slow must not make the training resume from an older state.
-        read = partial(_read, where, above, begins=world.round <= 1)
+        read = partial(_read, where, above, self._run, begins=world.round <= 1)
         found = read_together(world, where, read, parts.taking, reads=self._writers.reads)
         self._highest = max(self._highest, found.known, found.round, *(above or (0,))[:1])
+        self._taken = found.taken
         if found.state is None and above is not None:
             return None
         if found.damaged:
@@ -155,30 +163,18 @@ class CheckpointManager:
             if self.settings.start_from is not None:
                 resumed = self.settings.start_from.begin(world, identity, parts)
                 self._last_step = resumed.step
-            earlier = {"branch": self.branch.meta(run_id())} if self._has_begun else {}
-            self._begin(world, earlier, taken=found.taken)
+            # An earlier loop of the script may have begun here.
+            self._begin(world, {"branch": self.branch.meta()} if self.branch.round else {})
         else:
             origin = f"The checkpoint of step {found.step} in {found.path}"
             check_identity(identity, found.meta, origin)
             base = found.step, found.path
-            self._begin(world, found.meta, (found.round, found.step), base=base, taken=found.taken)
+            self._begin(world, found.meta, (found.round, found.step), base=base)
             self._last_step = found.step
             resumed = Resumed.of(found.step, found.state, found.meta, origin)
-        # Last: a training that does not belong here must not take the location from one that does. An earlier loop of
-        # the script has taken it for this one, too: to take it again would hide that another run has taken it since.
-        if not self._owner:
-            self._take(world)
+        # Last: a training that does not belong here must not take the location from one that does.
+        self._take(world)
         return resumed
-
-    @property
-    def _has_begun(self) -> bool:
-        """Whether this process has a branch here already, as of an earlier loop of the script."""
-        return self.branch.round > 0
-
-    @property
-    def opened_before(self) -> bool:
-        """Whether earlier processes of this run have opened the checkpoints; on ranks that do not write, False."""
-        return self._owner == owned_by(run_id())
 
     def standing(self, step: int, *, now: bool) -> tuple[int, float]:
         """Return the step of the last save and its age in seconds; ``(step, 0.0)`` if this step is being saved."""
@@ -193,8 +189,8 @@ class CheckpointManager:
                 counts, so that all save together.
             position: round and step of that state.
         """
-        # This run took the directory when it began. Taking it again would hide that another run has taken it since.
-        self._owner = owned_by(run_id())
+        self._run = world.run
+        self._owner = owned_by(self._run, run_id())
         self._writers = writers(self.directory, world)
         self._begin(world, meta, position)
         self._last_step = min(step for (step,) in numbers_of_all(world, [standing[0]]))
@@ -247,7 +243,7 @@ class CheckpointManager:
         """
         together = now and world.nodes > 1 and self.divides(size)
         stands_by = not together and not self.writes
-        owner = self._owner or (owned_by(run_id()) if stands_by else "")
+        owner = self._owner or (owned_by(self._run, run_id()) if stands_by else "")
         job = replace(job, directory=str(self.directory), keep=self.settings.keep, owner=owner, stands_by=stands_by)
         job = replace(job, now=now and not stands_by)
         job = replace(job, keep_every=self.settings.keep_every, keep_best=self.settings.keep_best)
@@ -477,7 +473,7 @@ class CheckpointManager:
         """
         if not self.writes:
             return None
-        mine = {"branch": self.branch.meta(run_id())}
+        mine = {"branch": self.branch.meta()}
 
         def withdraw() -> tuple[list[snapshot.CheckpointInfo], list[snapshot.CheckpointInfo]]:
             return snapshot.withdraw(self.directory, step, mine), snapshot.find(self.directory)
@@ -496,30 +492,38 @@ class CheckpointManager:
             self._saved = None
         return left[0].step if left else 0
 
+    def described_newest(self) -> str:
+        """Say which checkpoint in storage is the newest, unless another run may have saved it; reads storage."""
+        if other := ownership(self.directory, owned_by(self._run, run_id())).lost_to:
+            return f"unknown, since run {other} has taken {self.directory}"
+        found = max(positions(self.directory), default=None)
+        return f"none yet in {self.directory}" if found is None else f"step {found[1]} in {self.directory}"
+
     def _saved_before(self) -> tuple[int | None, bool]:
         """Return the step of the newest checkpoint that this run has saved, if any, and whether that is known.
 
         It is not if another run has taken the directory and may have saved there, or the directory cannot be read.
         """
         try:
-            if within(LOOK_TIMEOUT, f"to read {self.directory}", lambda: other_owner(self.directory, run_id())):
+            owner = owned_by(self._run, run_id())
+            if within(LOOK_TIMEOUT, f"to read {self.directory}", lambda: ownership(self.directory, owner)).lost_to:
                 return None, False
             found = within(LOOK_TIMEOUT, f"to list {self.directory}", lambda: snapshot.find(self.directory))
         except (snapshot.CheckpointError, TimeoutError):
             return None, False
-        mine = {"branch": self.branch.meta(run_id())}
+        mine = {"branch": self.branch.meta()}
         return max((info.step for info in found if same_run(info.meta, mine)), default=None), True
 
     def _take(self, world: World) -> None:
         """Take the location that this rank writes to, so that a run that wrote there before stops writing."""
         if not self.writes:
             return
-        take = partial(claim, self.directory, run_id(), again=world.round > 1, epoch=self.branch.epoch)
-        try:
-            self._owner = while_advancing(self.directory, take)
-        except snapshot.CheckpointError:
-            # The first save reports the error, unless there is room again by then.
-            self._owner = owned_by(run_id()) if world.round else ""
+        owner = owned_by(self._run, run_id())
+        take = partial(claim, self.directory, owner, epoch=self.branch.epoch)
+        # The first save reports an error, unless there is room again by then.
+        with suppress(snapshot.CheckpointError):
+            self.opened_before = while_advancing(self.directory, take)
+        self._owner = owner
 
     def _begin(
         self,
@@ -528,12 +532,9 @@ class CheckpointManager:
         parent: tuple[int, int] | None = None,
         *,
         base: tuple[int, str] | None = None,
-        taken: int = 0,
     ) -> None:
-        highest, again = self._highest, self._has_begun
-        self.branch = following(
-            world.round, run_id(), meta, highest, parent=parent, base=base, taken=taken, again=again
-        )
+        highest, taken = self._highest, self._taken
+        self.branch = following(world.round, self._run, meta, highest, parent=parent, base=base, taken=taken)
         self._last_time = time.monotonic()
         self._workers = world.local_world_size
         if not world.first_on_node:
@@ -551,21 +552,23 @@ class CheckpointManager:
         return snapshot.WriteOutcome(copied.step, copied.round, copied.seconds, info, error)
 
 
-def described_newest(directory: Place) -> str:
-    """Say which checkpoint in storage is the newest, unless another run may have saved it; reads storage."""
-    if other := other_owner(directory, run_id()):
-        return f"unknown, since run {other} has taken {directory}"
-    found = max(positions(directory), default=None)
-    return f"none yet in {directory}" if found is None else f"step {found[1]} in {directory}"
+def _drawn(world: World) -> str:
+    """Return a number for a run that no agent has given one; called by all ranks."""
+    return f"{numbers_of_all(world, [secrets.randbits(62)])[0][0]:x}"
 
 
-def _listed(directory: Place) -> list[tuple[int, int]]:
-    """Return the positions of all checkpoints; an error that passes must not have an older state win."""
+def _looked(directory: Place, owner: str) -> tuple[list[tuple[int, int]], int]:
+    """Return the positions of all checkpoints, and the last epoch.
+
+    An error that passes must not have an older state win.
+    """
     left = LOOK_TIMEOUT
     until = time.monotonic() + left
     while True:
         try:
-            return within(left, f"to list {directory}", lambda: positions(directory))
+            return within(
+                left, f"to list {directory}", lambda: (positions(directory), ownership(directory, owner).epoch)
+            )
         except snapshot.CheckpointError:
             left = round(until - time.monotonic() - LOOK_AGAIN, 1)
             if left <= 0:
@@ -573,11 +576,12 @@ def _listed(directory: Place) -> list[tuple[int, int]]:
         time.sleep(LOOK_AGAIN)
 
 
-def _read(where: Place, above: tuple[int, int] | None, taking: Taking, *, begins: bool) -> LocationRead:
+def _read(where: Place, above: tuple[int, int] | None, run: str, taking: Taking, *, begins: bool) -> LocationRead:
     """Return the newest intact checkpoint above a position, and the highest round in any checkpoint's name.
 
     Args:
         above: round and step; None: consider all checkpoints.
+        run: number of this run.
         begins: whether the run begins: later, a directory that cannot be written to was writable before, and may
             become so again.
 
@@ -587,28 +591,30 @@ def _read(where: Place, above: tuple[int, int] | None, taking: Taking, *, begins
     """
     damaged: list[snapshot.CheckpointReadError] = []
     loaded = None
-    known = taken = 0
+    known = taken = own = 0
     try:
         if isinstance(where, Url) and above is None:
             try_out(where, size=16)
         elif isinstance(where, Path) and above is None and begins:
             check_writable(where)
-        taken = epoch_in(where)
-        if above is not None and (other := other_owner(where, run_id())):
-            _log.warning("training goes on from memory: %s was taken by run %s", where, other)
+        stands = ownership(where, owned_by(run, run_id()))
+        taken = stands.epoch
+        if above is not None and stands.lost_to:
+            _log.warning("training goes on from memory: %s was taken by run %s", where, stands.lost_to)
         else:
-            epoch = None if above is None else taken
-            loaded = snapshot.newest(where, damaged.append, above=above, epoch=epoch, taking=taking)
+            loaded = snapshot.newest(where, damaged.append, above=above, run=run, taking=taking)
             if loaded is None:
                 for error in damaged:
                     error.add_note(FINAL_NOTE)  # a restart would read the same, unless the storage has failed
-        taken = max(taken, (epoch_of(loaded.info.meta) or 0) if loaded is not None else 0)
+        if loaded is not None:
+            taken = max(taken, epoch_of(loaded.info.meta) or 0)
+            own = 2 if is_of_run(loaded.info.meta, run) else int(stands.taken)
         known = max((number for number, _ in positions(where)), default=0)
     except snapshot.CheckpointError as error:
         if above is None:
             raise
         _log.warning("a checkpoint is skipped: %s", error)
-    return LocationRead(loaded, known, taken, damaged[0] if damaged else None)
+    return LocationRead(loaded, own, known, taken, damaged[0] if damaged else None)
 
 
 def run_id() -> str:

@@ -24,7 +24,7 @@ from elastic_launch.snapshot.storage.shares import OwnShare
 from elastic_launch.training.checkpoints import split
 from elastic_launch.training.checkpoints.branches import Branch, following
 from elastic_launch.training.checkpoints.kept_shards import KEPT, KeptShards, keep_shards
-from elastic_launch.training.checkpoints.manager import FINAL_TIMEOUT, CheckpointManager, run_id
+from elastic_launch.training.checkpoints.manager import FINAL_TIMEOUT, CheckpointManager
 from elastic_launch.training.checkpoints.memory import MemorySnapshots, Newest, newest, restore
 from elastic_launch.training.checkpoints.options import Difference, report
 from elastic_launch.training.checkpoints.resumed import Outcome, Resumed, check_identity, meta_of
@@ -237,7 +237,7 @@ class Saver:
             resumed = self._from_memory(kept, checkpoint, identity, state, own, mesh)
         elif resumed is None:
             resumed = Resumed()
-            self._branch = following(self._world.round, run_id(), {}, 0)
+            self._branch = following(self._world.round, self._world.run, {}, 0)
         return resumed
 
     def _of_part(self, position: tuple[int, int, int]) -> list[tuple[int, int, int]]:
@@ -258,7 +258,7 @@ class Saver:
         keeps: list[Difference] = []
         replaces: list[Difference] = []
         # What this run has saved itself belongs to its branch, under an agent.
-        first = self._branch.since == self._branch.round if self._world.round else self._world.restarts == 0
+        first = self._branch.begins if self._world.round else self._world.restarts == 0
         if resumed.stored and resumed.state is not None:
             taken = {name: part for name, part in resumed.state.items() if name not in resumed.anew}
             keeps, replaces = given.differences(taken, resumed.given, override, first=first)
@@ -308,7 +308,7 @@ class Saver:
             self._memory.drop_above((*kept.position, kept.phase), self._training)
         number_equal, step_equal = meta["equal"]
         self._equal = int(number_equal), int(step_equal)
-        self._branch = following(self._world.round, run_id(), meta, number, parent=kept.position)
+        self._branch = following(self._world.round, self._world.run, meta, number, parent=kept.position)
         resumed = Resumed.of(step, parts, meta, origin)
         resumed = replace(resumed, everywhere=kept.live and kept.everywhere, starts=starts)
         if kept.phase == KEPT:
@@ -386,7 +386,7 @@ class Saver:
     def _meta(self, identity: Mapping[str, int], worlds: list[int], state: TrainingState) -> dict[str, Any]:
         """Return the meta of the current state, without when it was last saved."""
         meta = meta_of(dict(identity), worlds)
-        meta |= {"branch": self._branch.meta(run_id()), **state.noted()}
+        meta |= {"branch": self._branch.meta(), **state.noted()}
         if self._checkpoint is not None and self._checkpoint.distributed:
             meta["format"] = DISTRIBUTED  # also of a snapshot that only the agent copies
         meta |= {"weights": state.weights, "frozen": state.frozen()}

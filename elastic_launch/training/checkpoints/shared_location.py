@@ -88,6 +88,7 @@ class LocationRead:
     """What one rank has read in a location."""
 
     loaded: snapshot.LoadedCheckpoint | None = None  # the newest intact checkpoint, if any
+    own: int = 0  # whether it is of this run (2), or in a location that this run has taken before (1)
     known: int = 0  # highest round in any checkpoint's name
     taken: int = 0  # the location's last epoch
     damaged: Failure | None = None  # error of the first checkpoint that was skipped, if any
@@ -129,16 +130,17 @@ def read_together(
         pass
     if failed := _first_of(world, error):
         raise failed
-    loaded, numbers = mine.loaded, [0, 0, 0, 0]
+    # On a node that has joined late, an earlier run may have left checkpoints with higher numbers.
+    loaded, numbers = mine.loaded, [0, 0, 0, 0, 0]
     if loaded is not None:
         info = loaded.info
-        numbers = [*order(info.meta, info.round, info.step), int(info.digest[:15], 16)]
+        numbers = [mine.own, *order(info.meta, info.round, info.step), int(info.digest[:15], 16)]
     everywhere = numbers_of_all(world, [*numbers, mine.known, mine.taken])
-    best = max(each[:4] for each in everywhere)
-    known, taken = (max(each[x] for each in everywhere) for x in (4, 5))
+    best = max(each[:5] for each in everywhere)
+    known, taken = (max(each[x] for each in everywhere) for x in (5, 6))
     if not any(best):
         return Found(known, taken, _first_of(world, mine.damaged))
-    holders = [rank for rank, each in enumerate(everywhere) if each[:4] == best]
+    holders = [rank for rank, each in enumerate(everywhere) if each[:5] == best]
     told: dict[str, Any] = {} if loaded is None else {"meta": loaded.info.meta, "path": str(loaded.info.path)}
     state = None if loaded is None else loaded.state
     if world.world_size > 1:
@@ -146,7 +148,7 @@ def read_together(
         cut = taking(told["meta"])
         if cut is not None or len(holders) < world.world_size:
             state = spread_state(state, holders, world, cut)
-    return Found(known, taken, None, best[1], best[2], told["path"], state, dict(told["meta"]))
+    return Found(known, taken, None, best[2], best[3], told["path"], state, dict(told["meta"]))
 
 
 def _first_of(world: World, error: Failure | None) -> Failure | None:

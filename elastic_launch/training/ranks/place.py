@@ -109,6 +109,7 @@ def take(place: Place) -> None:
         round_environment(
             place.placement,
             place.round,
+            run_number=place.run_number,
             restarts=place.restarts,
             max_restarts=place.max_restarts,
             reason=place.reason,

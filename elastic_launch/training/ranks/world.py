@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from elastic_launch.contract import ENV_FIRST_ON_NODE, ENV_LOCAL_RANK, ENV_REPLICA_SIZE, ENV_ROUND
+from elastic_launch.contract import ENV_FIRST_ON_NODE, ENV_LOCAL_RANK, ENV_REPLICA_SIZE, ENV_ROUND, ENV_RUN_NUMBER
 from elastic_launch.errors import UsageError
 from elastic_launch.training.ranks.place import find_place
 
@@ -46,6 +46,7 @@ class World:
         local_rank, local_world_size: among the processes of this node.
         node_rank: rank of this node.
         round: number of the round under an agent of this project, else 0.
+        run: number of the run under an agent of this project, else empty.
         alone: whether there is no launcher: one process without a process group.
         one_gpu: whether this process sees only its own GPU.
         first_on_node: whether ``local_rank`` is the lowest on this node in the round; it need not be 0.
@@ -61,6 +62,7 @@ class World:
     node_rank: int = 0
     nodes: int = field(default=1, kw_only=True)
     round: int = 0
+    run: str = field(default="", kw_only=True)
     restarts: int = 0
     alone: bool = True
     one_gpu: bool = False
@@ -132,6 +134,7 @@ class World:
             node_rank=number("GROUP_RANK", number("NODE_RANK", 0)),
             nodes=number("GROUP_WORLD_SIZE", 1),
             round=number(ENV_ROUND, 0),
+            run=environ.get(ENV_RUN_NUMBER, ""),
             restarts=number("TORCHELASTIC_RESTART_COUNT", 0),
             alone=False,
             placed=world_size == 1 or bool(environ.get("LOCAL_RANK") or environ.get("SLURM_LOCALID")),
