@@ -102,6 +102,14 @@ class StepWatch:
                 stack.enter_context(self._calls.recorded())
             yield
 
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """The context in which a micro-batch is loaded: a loader may draw from generators that it saves."""
+        before = self._drawn_now()
+        yield
+        after = self._drawn_now()
+        self._drawn = [new if was == now else was for was, now, new in zip(self._drawn, before, after, strict=True)]
+
     @property
     def repeats(self) -> bool:
         """Whether the first micro-batch is to be computed again."""

@@ -232,7 +232,7 @@ class Transaction:
         for number, micro in enumerate(plan.micro_batches):
             self._rounds.check_over()
             began = time.perf_counter()
-            with self._noting_errors(), left_seeded():
+            with self._noting_errors(), left_seeded(), _PLAIN if watch is None else watch.loading():
                 try:
                     sample = self._sample(number)
                 except Exception as error:

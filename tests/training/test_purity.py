@@ -386,6 +386,43 @@ def test_generators_of_the_loop(run: Run) -> None:
     train(lambda: float(torch.rand(1, generator=torchs.manual_seed(torch.initial_seed()))))
 
 
+class Noise:
+    """A loader that draws micro-batches from a generator, whose state it saves."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while True:
+            yield torch.randn(2, 4, generator=self.generator)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(state["generator"])
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_generator_of_the_loader_is_refused_only_if_the_loop_draws_from_it(run: Run, draws: bool) -> None:
+    noise, model = Noise(), _model()
+    loader = el.StatefulLoader(noise, el.GlobalBatch(8, micro=2), steps_per_epoch=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train() -> None:
+        for step in run.steps(loader, model, optimizer, until="3ba", exact=True):
+            for x in step:
+                shift = float(torch.rand(1, generator=noise.generator)) if draws else 0.0
+                step.backward(model(x + shift).mean())
+            step.update()
+
+    if not draws:
+        train()
+        return
+    with pytest.raises(UsageError, match=r"step 1: the micro-batches have drawn from the generator noise\.generator"):
+        train()
+
+
 def test_what_the_loop_had_in_its_variables_is_freed(run: Run) -> None:
     model, seen = _model(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
