@@ -7,6 +7,7 @@ is further away, or in libraries such as torch, is not found.
 
 from __future__ import annotations
 
+import dis
 import inspect
 import random
 import sys
@@ -15,7 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import BuiltinMethodType, FrameType, FunctionType, MethodType, ModuleType
+from itertools import pairwise
+from operator import eq
+from types import BuiltinMethodType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -40,6 +43,9 @@ _FOREIGN = ("torch", "numpy", "elastic_launch", "logging", "threading", "builtin
 """Packages whose functions and objects are not searched."""
 
 _OF_TORCH = frozenset(vars(nn.Module()))
+
+Caller = tuple[int, CodeType]
+"""A running function: which call, and its code. The frame itself would keep its variables alive."""
 
 _NO_OBJECTS = (str, bytes, int, float, complex, Tensor, ModuleType, type(None))
 
@@ -83,17 +89,42 @@ def of_modules(modules: Iterable[tuple[str, nn.Module]]) -> list[HoldingPlace]:
     return search.done()
 
 
-def of_loop() -> tuple[list[HoldingPlace], list[nn.Module]]:
-    """Return the random generators and the modules that the code of the script uses which has called the library."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and str(frame.f_globals.get("__name__")).startswith(("elastic_launch.", "contextlib")):
-        frame = frame.f_back
-    if frame is None:
-        return [], []
-    search, code, variables = _Search(), frame.f_code, _variables(frame)
-    for name in (*code.co_varnames, *code.co_cellvars, *code.co_freevars, *sorted(names_in(code))):
-        search.add(name, variables.get(name, frame.f_globals.get(name)), 0)
+def callers() -> list[Caller]:
+    """Return the functions of the script that run now, the outermost first."""
+    return [*map(_known, _frames())]
+
+
+def _known(frame: FrameType) -> Caller:
+    return id(frame), frame.f_code
+
+
+def of_loop(before: list[Caller]) -> tuple[list[HoldingPlace], list[nn.Module]]:
+    """Return the random generators and the modules that the code of the script uses which iterates over a step.
+
+    It may iterate over a wrapper of the step, such as a generator, whose frame has called the library. So all frames
+    are searched up to the one with the loop over the steps.
+
+    Args:
+        before: the callers when that loop asked for the step.
+    """
+    frames, search = _frames(), _Search()
+    common = [*map(eq, before, map(_known, frames)), False].index(False)
+    for frame in reversed(frames[common - 1 :]):  # only the innermost, if this is another thread than that loop's
+        code, variables = frame.f_code, _variables(frame)
+        for name in (*code.co_varnames, *code.co_cellvars, *code.co_freevars, *sorted(names_in(code))):
+            search.add(name, variables.get(name, frame.f_globals.get(name)), 0)
     return [place for place in search.done() if place.generator is not None], [*search.modules]
+
+
+def _frames() -> list[FrameType]:
+    """Return the frames of the script, the outermost first."""
+    found = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not str(frame.f_globals.get("__name__")).startswith(("elastic_launch.", "contextlib")):
+            found.append(frame)
+        frame = frame.f_back
+    return found[::-1]
 
 
 _OURS = 3
@@ -101,13 +132,27 @@ _OURS = 3
 
 
 def _variables(frame: FrameType) -> dict[str, Any]:
-    """Return the local variables of a frame."""
+    """Return the local variables of a frame; none if the script could notice."""
+    shared = sys.version_info < (3, 13) and bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
+    if shared and _uses_locals(frame.f_code):
+        return {}
     found = frame.f_locals
     copied = dict(found)
-    ours = sys.getrefcount(found) <= _OURS  # else the script has it from locals()
-    if ours and frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13):
+    if shared and sys.getrefcount(found) <= _OURS:  # else a debugger, for example, has it
         found.clear()  # the frame of a function would keep it, with what the variables have now, until it returns
     return copied
+
+
+def _uses_locals(code: CodeType) -> bool:
+    """Whether a function may have got the dict of its variables, which is written anew when the frame's are read."""
+    if {"locals", "vars", "exec", "eval"}.isdisjoint(code.co_names):
+        return False
+    for this, then in pairwise(dis.get_instructions(code)):
+        name = this.argval if this.opname == "LOAD_GLOBAL" else None  # model.eval() is another one
+        without = then.opname in ("PRECALL", "CALL") and then.arg == 0  # vars(args) is of another object
+        if name in ("exec", "eval") or (name in ("locals", "vars") and without):
+            return True
+    return False
 
 
 @contextmanager

@@ -68,9 +68,10 @@ class StepWatch:
         gradients: those of the step, which have the model.
         where: names the step in errors.
         repeats: whether a micro-batch is given to the script twice; if not, calls of the model may be repeated.
+        callers: of the library, when the script asked for the step.
     """
 
-    def __init__(self, gradients: ExactGradients, where: str, *, repeats: bool) -> None:
+    def __init__(self, gradients: ExactGradients, where: str, *, repeats: bool, callers: list[held.Caller]) -> None:
         self._gradients, self._model, self._where = gradients, gradients.model, where
         # Then passes exchange data.
         sharded = bool(gradients.parameters.sharded or gradients.parameters.parallel)
@@ -80,7 +81,7 @@ class StepWatch:
         self._repeats, self._replays = repeats and not sharded, not repeats and not sharded
         self._attributes = _attributes(self._model) if self._replays else {}
         self._held = self._held_now()
-        self._drawing, beside = held.of_loop() if self._replays else ([], [])
+        self._drawing, beside = held.of_loop(callers) if self._replays else ([], [])
         self._drawn = self._drawn_now()
         self._calls = _Calls(self._model, beside) if self._replays and not _is_compiled(self._model) else None
         self._sample: Any = None

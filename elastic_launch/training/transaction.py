@@ -26,6 +26,7 @@ from elastic_launch.training.data.batches import versions
 from elastic_launch.training.data.epochs import Epochs
 from elastic_launch.training.gradients.accumulation import Bits, ExactGradients
 from elastic_launch.training.gradients.means import Means
+from elastic_launch.training.held import callers
 from elastic_launch.training.live.rehearsal import unchanged
 from elastic_launch.training.passes import Pass, Share
 from elastic_launch.training.purity import Outputs, StepWatch, differs, due
@@ -111,6 +112,8 @@ class Transaction:
         self.in_training_mode: bool | None = None
         self.data_s = self.exchange_s = 0.0
         self.broken_off = False
+        watched = isinstance(share.gradients, ExactGradients) and due(epochs.seed, number)
+        self._callers = callers() if watched else None
         self._again = again
         self._loop = loop
         self._rounds = loop.engine.rounds
@@ -285,11 +288,9 @@ class Transaction:
     def _new_watch(self) -> StepWatch | None:
         """Return what checks the micro-batches of this pass; None in most steps."""
         gradients = self.share.gradients
-        if not isinstance(gradients, ExactGradients) or not self.share.plan.grad_accum:
+        if not isinstance(gradients, ExactGradients) or not self.share.plan.grad_accum or self._callers is None:
             return None
-        if not due(self._epochs.seed, self.position.step):
-            return None
-        return StepWatch(gradients, f"step {self.number}", repeats=self._rules.verify)
+        return StepWatch(gradients, f"step {self.number}", repeats=self._rules.verify, callers=self._callers)
 
     def _checked_by(self, watch: StepWatch) -> Generator[Any, None, None]:
         """Check what the micro-batches have left; if the script expects that, give it the first one once more."""

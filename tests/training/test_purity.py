@@ -6,8 +6,10 @@ import gc
 import logging
 import os
 import random
+import sys
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -423,11 +425,118 @@ def test_a_generator_of_the_loader_is_refused_only_if_the_loop_draws_from_it(run
         train()
 
 
-def test_what_the_loop_had_in_its_variables_is_freed(run: Run) -> None:
+class Bar:
+    """Wraps a step or all steps, as tqdm does."""
+
+    def __init__(self, wrapped: Any) -> None:
+        self.wrapped = wrapped
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.wrapped
+
+
+class Moved:
+    """Wraps a step, as a loader that moves micro-batches to a device."""
+
+    def __init__(self, step: Any) -> None:
+        self.samples = iter(step)
+
+    def __iter__(self) -> Moved:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.samples)
+
+
+def _yielded(step: Any) -> Iterator[Any]:
+    yield from step
+
+
+def _numbered(step: Any) -> Iterator[Any]:
+    return (sample for _, sample in enumerate(step))
+
+
+@pytest.mark.parametrize("steps", [iter, Bar])
+@pytest.mark.parametrize("wrap", [iter, Bar, Moved, _yielded, _numbered, lambda step: _yielded(Moved(Bar(step)))])
+def test_a_loop_over_a_wrapper_of_the_step(wrap: Callable[[Any], Any], steps: Callable[[Any], Any]) -> None:
+    generator, teacher = torch.Generator(), _model().requires_grad_(False).eval()
+
+    def drawn(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x + torch.rand(x.shape, generator=generator))
+
+    def moved(model: nn.Module, x: Tensor) -> Tensor:
+        teacher[0].weight.add_(0.1)
+        return model(x) - teacher(x)
+
+    def run_steps() -> tuple[nn.Module, Iterator[Any]]:
+        run, model = Run(Engine(World(), torch.device("cpu"))), _model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, run.steps(_loader(), model, optimizer, until="1ba", exact=True)
+
+    def within(loss: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        model, found = run_steps()
+        for step in steps(found):
+            for x, _ in wrap(step):
+                step.backward(loss(model, x).mean())
+            step.update()
+
+    def train(step: Any, loss: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        for x, _ in wrap(step):
+            step.backward(loss(step.model, x).mean())
+        step.update()
+
+    def by_function(loss: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        for step in steps(run_steps()[1]):
+            train(step, loss)
+
+    for loop in (within, by_function):
+        with pytest.raises(UsageError, match="have drawn from the generator generator"):
+            loop(drawn)
+        with pytest.raises(UsageError, match=r"changed 0\.weight of the Sequential outside the model"):
+            loop(moved)
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="a function then gets another dict each time")
+@pytest.mark.parametrize("wrap", [iter, _yielded])
+def test_what_the_script_has_got_from_locals_stays_as_it_is(run: Run, wrap: Callable[[Any], Any]) -> None:
+    """A function has one such dict, and whoever reads the variables of its frame writes them into that."""
+
+    def keeps(step: Any) -> Any:
+        rate = 0.5
+        settings = locals()
+        settings["rate"] = 0.25
+        for x, y in wrap(step):
+            step.backward(_plain(step.model, x, y) * rate)
+        step.update()
+        return settings["rate"]
+
+    def asks_again(step: Any) -> Any:
+        locals()["rate"] = 0.25
+        for x, y in wrap(step):
+            step.backward(_plain(step.model, x, y))
+        step.update()
+        return vars()["rate"]
+
+    def executes(step: Any) -> Any:
+        exec("rate = 0.25")
+        for x, y in wrap(step):
+            step.backward(_plain(step.model, x, y))
+        step.update()
+        return eval("rate")
+
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = run.steps(_loader(), model, optimizer, until="3ba", exact=True)
+    found = [train(step) for train, step in zip((keeps, asks_again, executes), steps, strict=True)]
+    assert found == [0.25, 0.25, 0.25]
+
+
+@pytest.mark.parametrize("wrap", [iter, _yielded])
+def test_what_the_loop_had_in_its_variables_is_freed(run: Run, wrap: Callable[[Any], Any]) -> None:
     model, seen = _model(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in run.steps(_loader(), model, optimizer, until="3ba", exact=True):
-        for x, y in step:
+        for x, y in wrap(step):
             output = model(x)
             seen.append(weakref.ref(output))
             step.backward(F.cross_entropy(output, y))
@@ -747,11 +856,35 @@ def test_rules_of_frozen_parameters() -> None:
         buffers_of(model, {"q.*": "last"})
 
 
-def test_what_a_function_of_the_script_has_got_from_locals_stays_as_it_is() -> None:
-    def main(rate: float = 0.1) -> dict[str, Any]:
+def test_what_a_function_has_got_from_locals_gets_no_further_variables() -> None:
+    def main(rate: float = 0.1) -> tuple[dict[str, Any], torch.Generator]:
         noise, config = torch.Generator(), locals()
-        assert [place.name for place in held.of_loop()[0]] == ["noise"]
-        assert noise is config["noise"]
+        held.of_loop(held.callers())
+        return config, noise
+
+    assert main()[0] == {"rate": 0.1}
+
+
+def test_in_another_thread_than_the_loop_over_the_steps_one_function_is_searched() -> None:
+    """Those that have called it are not the script's."""
+
+    def found(before: list[held.Caller]) -> list[Any]:
+        inner = torch.Generator()
+        places = held.of_loop(before)[0]
+        assert inner in [place.generator for place in places]
+        return [place.name for place in places]
+
+    outer = torch.Generator()
+    assert found(held.callers()) == ["inner", "outer"]
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(lambda before: (outer, found(before))[1], held.callers()).result(60) == ["inner"]
+
+
+def test_functions_with_similar_names_are_searched() -> None:
+    def main(args: Any, model: nn.Module) -> dict[str, Any]:
+        noise, config = torch.Generator(), vars(args)
+        model.eval()
+        assert [place.generator for place in held.of_loop(held.callers())[0]] == [noise]
         return config
 
-    assert main()["rate"] == 0.1
+    assert main(Settings(0.1), _model()) == {"rate": 0.1, "names": ["a"]}
