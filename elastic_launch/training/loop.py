@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import time
@@ -28,7 +27,7 @@ from elastic_launch.training.checkpoints.memory import settled as stays_of
 from elastic_launch.training.checkpoints.parts import Stateful
 from elastic_launch.training.checkpoints.resumed import Outcome, Resumed
 from elastic_launch.training.checkpoints.saving import Live, Trained
-from elastic_launch.training.checkpoints.state import TrainingState
+from elastic_launch.training.checkpoints.state import TrainingState, make_tensors
 from elastic_launch.training.data.content import LATER
 from elastic_launch.training.data.epochs import Epochs
 from elastic_launch.training.durations import total_steps
@@ -220,9 +219,11 @@ class Loop:
 
     def _rehearse(self) -> None:
         """Do a pass of which nothing remains, so that the others need not wait for all that is slow the first time."""
-        rehearse, number = self._options.rehearse, self._step
+        rehearse, number, optimizers = self._options.rehearse, self._step, self._rules.optimizers
         assert rehearse is not None
         try:
+            if optimizers.scaler is not None:
+                make_tensors(optimizers.scaler)  # the script may unscale gradients by it
             epochs = self._epochs.apart()
             with (
                 self.engine.rehearsing(),
@@ -232,7 +233,6 @@ class Loop:
                 unchanged(self._model, *gradients.parameters.all.values()),
                 closing(epochs.epoch_from(number, 1, 0)) as batches,
             ):
-                optimizers = OptimizerSteps(self._optimizer, copy.deepcopy(self._options.scaler))
                 share = Share(epochs.plan(number, 1, 0), batches, gradients)
                 step = Rehearsal(self, StepRules(optimizers), epochs, number, share)
                 try:
@@ -240,6 +240,7 @@ class Loop:
                     self._first = Activity.REHEARSED_STEP
                 finally:
                     gradients.discard()
+                    optimizers.complete()
                     resharding.let_go(self._model, within=True)
         except Exception as error:  # noqa: BLE001 - the script's; what fails in a step, too, is raised there
             text = "this process could not rehearse its first step, which may therefore take longer: %s: %s"

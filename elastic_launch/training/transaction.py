@@ -706,6 +706,7 @@ class Rehearsal(Transaction):
         self._begin_pass()
         with kept(devices=True), closing(self._samples_of_pass()) as samples:
             yield next(samples)
+        self._rules.optimizers.complete()
 
     def update(self, clip_norm: float | None, optimizer: str | None) -> None:
         self._open = False

@@ -199,7 +199,7 @@ class TrainingState:
         for part in self.parts:
             if isinstance(part, torch.amp.GradScaler):
                 # In a step, it would change the state; and a rank without a micro-batch never scales a loss.
-                _make_tensors(part)
+                make_tensors(part)
         self.start = StepStart(self._parts, unwatched)
         return self.start
 
@@ -385,10 +385,10 @@ def _load(
         found, hint = module_differences(part, saved) if isinstance(part, nn.Module) else ("", "")
         _refuse(name, origin, found or f"{type(error).__name__}: {error}", hint, error)
     if isinstance(part, torch.amp.GradScaler):
-        _make_tensors(part)  # a script may change its scale before it is first used
+        make_tensors(part)  # a script may change its scale before it is first used
 
 
-def _make_tensors(scaler: torch.amp.GradScaler) -> None:
+def make_tensors(scaler: torch.amp.GradScaler) -> None:
     """Have a scaler make its tensors, as otherwise when it is first used."""
     if scaler.is_enabled():
         scaler.scale(torch.zeros((), device=scaler._device))

@@ -7,6 +7,7 @@ import multiprocessing
 import random
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -96,10 +97,16 @@ def train(model: Net, **options: Any) -> tuple[str, list[Any]]:
     return el.weights_sha256(model) + str(model.cache) + str(model.calls), seen.seen
 
 
-def undisturbed(**options: Any) -> tuple[str, list[Any]]:
+@contextmanager
+def without_agent() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as environment:
         for name in (c.ENV_AHEAD, c.ENV_SOCKET, c.ENV_ROUND, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             environment.delenv(name, raising=False)
+        yield
+
+
+def undisturbed(**options: Any) -> tuple[str, list[Any]]:
+    with without_agent():
         result = train(Net(), **options)
     assert [False] * (STEPS + CHECKED * options.get("exact", True)) == PASSES
     PASSES.clear()
@@ -228,6 +235,52 @@ def test_the_loader_s_processes_are_not_those_of_the_rehearsal(agent: PlayedAgen
     assert len(multiprocessing.active_children()) == 1
     del loader, trainer
     gc.collect()
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_step_that_unscales_gradients_itself_is_rehearsed(
+    agent: PlayedAgent, caplog: pytest.LogCaptureFixture, several: bool, fails: bool
+) -> None:
+    """An error in the rehearsal, too, leaves nothing unscaled that the first step unscales."""
+    norms: list[tuple[bool, float]] = []
+
+    def trained() -> str:
+        torch.manual_seed(0)
+        model, scaler = nn.Linear(6, 3), torch.amp.GradScaler("cpu", init_scale=1024.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = el.ElasticLoader(Data(), el.GlobalBatch(16, 4), seed=1)
+
+        def train(step: el.Step) -> None:
+            for name in ("first", "second") if several else (None,):
+                for x, y in step:
+                    step.backward(nn.functional.cross_entropy(step.model(x), y))
+                scaler.unscale_(optimizer)
+                norm = float(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+                norms.append((torch.distributed.is_initialized(), norm))
+                step.update(optimizer=name and "only")
+
+        def rehearse(step: el.Step) -> None:
+            train(step)
+            if fails:
+                scaler.unscale_(optimizer)
+                raise ValueError("as it is")
+
+        with el.session() as run:
+            optimizers: Any = {"only": optimizer, "other": torch.optim.SGD([nn.Parameter(torch.zeros(1))])}
+            given = optimizers if several else optimizer
+            for step in run.steps(loader, model, given, until="3ba", scaler=scaler, rehearse=rehearse):
+                train(step)
+        return el.weights_sha256(model) + str(scaler.state_dict())
+
+    with without_agent():
+        expected = trained()
+    norms.clear()
+    assert trained() == expected
+    passes = 1 + several
+    assert [placed for placed, _ in norms] == [False] * passes + [True] * 3 * passes
+    assert [norm for placed, norm in norms if not placed] == [0.0] * passes
+    assert [x.levelname for x in caplog.records if "could not rehearse" in x.message] == ["WARNING"] * fails
 
 
 # Compiled models.
