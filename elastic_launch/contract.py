@@ -207,6 +207,8 @@ class Ready(FromWorker):
         base, base_in: step and place of the durable state that the run last resumed from; 0 and empty without one.
         arguments: what must be the same on all ranks, as text; empty if that is not known.
         training: number of the script's training, from 0; it may begin several in a round, one after the other.
+        last, last_at: the training before ended with so many steps, the last one at that time by the host's monotonic
+            clock; 0 if this process was in none.
     """
 
     step: Count
@@ -221,6 +223,8 @@ class Ready(FromWorker):
     base_in: OsText = ""
     arguments: Text = ""
     training: Count = 0
+    last: Count = 0
+    last_at: Seconds = 0.0
 
 
 class Best(Value):
@@ -316,8 +320,8 @@ class Restored(FromWorker):
 class StepDone(FromWorker):
     """An optimizer step is done; ``step`` counts those done so far.
 
-    Sent for the first step of a process in each round, then once a second; ``elastic_launch.shared_progress`` has every
-    step. If that cannot be written, it is sent for each step.
+    Sent for the first step of a process in each round and training, then once a second;
+    ``elastic_launch.shared_progress`` has every step. If that cannot be written, it is sent for each step.
 
     Attributes:
         training: as in :class:`Ready`.

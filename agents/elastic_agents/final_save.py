@@ -107,7 +107,7 @@ class FinalSave:
             number, error = self._state.view.round, f"{copied.error} {copied.hint}".strip()
             if copied.path:
                 self._durable.copied(copied)
-                self._events.emit(ev.CheckpointSaved(number, copied.step, copied.path))
+                self._events.emit(ev.CheckpointSaved(number, copied.step, copied.path, copied.training))
             asked = self._control.answers((copied.training, copied.step))
             why = "" if copied.path else error
             self._membership.report(m.NodeSaved(number, copied.step, why, asked, copied.training))
@@ -129,7 +129,7 @@ class FinalSave:
             else:
                 self._durable.reported(saved.step, saved.error, saved.training)
             if not saved.error and not saved.withdrew:
-                self._events.emit(ev.CheckpointSaved(saved.round, saved.step, ""))
+                self._events.emit(ev.CheckpointSaved(saved.round, saved.step, "", saved.training))
         self._membership.report(saved)
 
     def where(self, code: int) -> LastSaved | None:

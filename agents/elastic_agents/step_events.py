@@ -1,4 +1,7 @@
-"""What workers report about their steps, as events: start of training, first step, progress, and all steps."""
+"""What workers report about their steps, as events: start of training, first step, progress, and all steps.
+
+Steps are those of one of the script's trainings, of which a round may have several, one after the other.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ class StepEvents:
     def __init__(self, clock: Clock, events: EventSink) -> None:
         self._clock = clock
         self._events = events
-        self._round = 0
+        self._round = self._training = 0
         self._open = 0
         self._first = self._last = 0
         self._began = self._at = 0.0
@@ -27,29 +30,32 @@ class StepEvents:
         self._every = FIRST
         self._due: float | None = None
 
-    def begin(self, who: WorkerHello, ready: Ready) -> None:
-        """A worker begins to train."""
+    def begin(self, who: WorkerHello, ready: Ready, *, further: bool = False) -> None:
+        """A worker begins to train; ``further``: after another training, in the same round."""
         if who.round < self._round:
             return
-        if who.round > self._round:
-            self.close()
-            self._round = who.round
+        if (who.round, ready.training) > (self._round, self._training):
+            if who.round > self._round:
+                self.close()
+            elif self._last > self._written:
+                self._progress()
+            self._round, self._training = who.round, ready.training
             self._first = self._last = ready.step
             self._began = self._at = self._clock.now()
-            self._due = None
+            self._written, self._due = ready.step, None
             took = round(ready.restore_s, 6)
             about = who.round, who.rank, ready.step, ready.total, took, ready.uncompared
-            self._events.emit(TrainingBegun(*about, saves_itself=not who.saves))
-        self._open += 1
+            self._events.emit(TrainingBegun(*about, saves_itself=not who.saves, training=ready.training))
+        self._open += not further
 
-    def step(self, round_number: int, step: int, at: float) -> None:
+    def step(self, round_number: int, step: int, at: float, training: int = 0) -> None:
         """A worker finished a step at a given time; the first report counts."""
-        if round_number != self._round or step <= self._last:
+        if (round_number, training) != (self._round, self._training) or step <= self._last:
             return
         first = self._last == self._first
         self._last, self._at = step, max(at, self._at)
         if first:
-            self._events.emit(FirstStep(round_number, step))
+            self._events.emit(FirstStep(round_number, step, training))
             self._written, self._every = step, FIRST
             self._due = self._clock.now() + FIRST
 
@@ -64,8 +70,12 @@ class StepEvents:
         self._every = min(MOST, 2 * self._every)
         self._due = self._clock.now() + self._every
         if self._last > self._written:
-            self._written = self._last
-            self._events.emit(RoundProgress(self._round, self._last, round(self._at - self._began, 6)))
+            self._progress()
+
+    def _progress(self) -> None:
+        self._written = self._last
+        trained = round(self._at - self._began, 6)
+        self._events.emit(RoundProgress(self._round, self._last, trained, self._training))
 
     def hung_up(self, round_number: int) -> None:
         """A worker that had begun has disconnected."""
@@ -82,4 +92,5 @@ class StepEvents:
 
     def _write(self) -> None:
         self._due = None
-        self._events.emit(RoundSteps(self._round, self._first, self._last, round(self._at - self._began, 6)))
+        trained = round(self._at - self._began, 6)
+        self._events.emit(RoundSteps(self._round, self._first, self._last, trained, self._training))

@@ -51,7 +51,11 @@ class Incidents:
             return int(number)
         # The first step shows what the incident has cost.
         late = isinstance(event, ev.TrainingBegun | ev.FirstStep | ev.WorkerPlaced)
-        return self._last if late and number == self._next and self._last else None
+        if not late or number != self._next or not self._last:
+            return None
+        if isinstance(event, ev.FirstStep):
+            self._next = 0  # a further training of the round costs nothing more
+        return self._last
 
     def _close(self, event: ev.Event) -> None:
         match event:

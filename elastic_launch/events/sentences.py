@@ -186,7 +186,7 @@ def last_saved(found: f.LastSaved | None) -> str:
         return ""
     lost = f"{counted(found.lost, 'step')}{'' if found.step is None else ' since then'} lost"
     lost += f": {why(found.why)}" if found.why else ""
-    which = f" of the script's training {found.training + 1}" if found.training else ""
+    which = of_training(found.training)
     if found.step is None:
         return f"nothing{which} is saved, {lost}"
     place = f" in {found.path}" if found.path else ""
@@ -534,8 +534,13 @@ def _exited(event: ev.WorkerExited) -> str:
     return f"{who} (pid {event.pid}) {how} with {ending(event.exit_code)} after {event.ran_s:.1f} s"
 
 
+def of_training(number: int) -> str:
+    """Return which of the script's trainings it is; empty for the first one, which mostly is the only one."""
+    return f" of the script's training {number + 1}" if number else ""
+
+
 def _begun(event: ev.TrainingBegun) -> str:
-    of = f" of {event.total}" if event.total else ""
+    of = (f" of {event.total}" if event.total else "") + of_training(event.training)
     more = f", {event.uncompared} steps past the last comparison of the ranks' states" if event.uncompared else ""
     where = f"in round {event.round} after step {event.step}{of}"
     return f"rank {event.rank} begins to train {where}; restored in {event.restore_s:.2f} s{more}"
@@ -607,12 +612,16 @@ SENTENCES: dict[type[ev.Event], Callable[[Any], str]] = {
     ev.WorkerPlaced: lambda e: f"a worker that had started ahead (pid {e.pid}) is rank {e.rank} in round {e.round}",
     ev.WorkerExited: _exited,
     ev.TrainingBegun: _begun,
-    ev.FirstStep: lambda e: f"the first step of round {e.round} is done: step {e.step}",
-    ev.RoundProgress: lambda e: f"round {e.round} has come to step {e.step} after {e.trained_s:.1f} s of training",
-    ev.RoundSteps: lambda e: f"round {e.round} trained from step {e.first} to step {e.last} in {e.trained_s:.1f} s",
+    ev.FirstStep: lambda e: f"the first step of round {e.round} is done: step {e.step}{of_training(e.training)}",
+    ev.RoundProgress: lambda e: (
+        f"round {e.round} has come to step {e.step}{of_training(e.training)} after {e.trained_s:.1f} s of training"
+    ),
+    ev.RoundSteps: lambda e: (
+        f"round {e.round} trained from step {e.first} to step {e.last}{of_training(e.training)} in {e.trained_s:.1f} s"
+    ),
     ev.SnapshotsLeftOut: lambda e: f"no snapshots in memory from now on, in round {e.round}: {e.cause}",
     ev.CheckpointSaved: lambda e: (
-        f"checkpoint of step {e.step} saved" + (f" in {e.path}" if e.path else " by a worker")
+        f"checkpoint of step {e.step}{of_training(e.training)} saved" + (f" in {e.path}" if e.path else " by a worker")
     ),
     ev.NodeEnded: lambda e: f"this node's part of the run ended with exit code {e.code}: {e.cause}",
 }

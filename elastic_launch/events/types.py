@@ -501,7 +501,7 @@ class WorkerExited(Event):
 
 
 class TrainingBegun(Event):
-    """The first of this node's workers has reached the point where training begins or resumes."""
+    """The first of this node's workers has reached the point where one of the script's trainings begins or resumes."""
 
     round: int
     rank: int  # its rank
@@ -510,33 +510,38 @@ class TrainingBegun(Event):
     restore_s: float  # seconds that it took to restore the state
     uncompared: int = 0  # steps since the ranks' states were last compared; 0 if the snapshot was, or if none are
     saves_itself: bool = False  # whether the script saves its state, if anything does: nothing is known of that here
+    training: int = 0  # number of the script's training, from 0; its steps are numbered by themselves
 
 
 class FirstStep(Event):
-    """The round's first optimizer step is done; ``step`` counts those done so far."""
+    """A training's first optimizer step in the round is done; ``step`` counts those done so far."""
 
     round: int
     step: int
+    training: int = 0  # as in TrainingBegun
 
 
 class RoundProgress(Event):
     """How far this node's workers have come in a round that goes on: after 4 s, then ever more rarely, up to a minute.
 
+    The last one of a training comes before a further one begins in the round.
     It tells what a run has done that is in progress, and what an agent's had that was killed.
     """
 
     round: int
     step: int  # optimizer steps done
     trained_s: float  # seconds from the beginning of training to that step
+    training: int = 0  # as in TrainingBegun
 
 
 class RoundSteps(Event):
-    """This node's workers have done their last step in a round."""
+    """This node's workers have done their last step in a round. The numbers are those of its last training."""
 
     round: int
     first: int  # optimizer steps done when training began; ``last`` are those when it ended
     last: int
     trained_s: float  # seconds from the beginning of training to the last step done
+    training: int = 0  # as in TrainingBegun
 
 
 class SnapshotsLeftOut(Event):
@@ -555,6 +560,7 @@ class CheckpointSaved(Event):
     round: int  # the round in which it was committed, or the last one before
     step: int  # optimizer steps done
     path: str  # directory or URL; empty if a worker wrote it, since workers do not report it
+    training: int = 0  # as in TrainingBegun
 
 
 class NodeEnded(Event):

@@ -9,15 +9,31 @@ from elastic_launch.failure import Suspect
 
 
 @dataclass(slots=True)
+class Stretch:
+    """What a round did of one of the script's trainings; times are as in :class:`RoundTold`.
+
+    Attributes:
+        begun, first: when the first of this host's workers reached its beginning, and when its first step was done.
+        restore: seconds of restoring, those of trainings before it without a step in the round included.
+        step, last, trained: steps done when it began, and the last ones that are known; seconds until those were done.
+    """
+
+    begun: float
+    restore: float
+    step: int
+    last: int
+    first: float | None = None
+    trained: float | None = None
+
+
+@dataclass(slots=True)
 class RoundTold:
     """One host's view of a round, from its events; times are by its monotonic clock, None if unknown.
 
     Attributes:
         nodes, world: number of nodes and workers in it; 0 if unknown.
         kept, anew, ahead: how many of this host's workers kept their processes, were started, and had started ahead.
-        begun, first: when the first of them reached the beginning of training, and when its first step was done.
-        step, last, trained, restore: steps done when training began, and the last ones that are known; seconds until
-            those were done, and of restoring.
+        stretches: what it did of each of the script's trainings, by their numbers, in the order in which they began.
         unled: when this host noticed that it had lost its leader, last, if the round was not over then.
         members: ids of its nodes, if this host decided it; ``gone`` are nodes that have left or were lost since.
     """
@@ -32,13 +48,8 @@ class RoundTold:
     kept: int = 0
     anew: int = 0
     ahead: int = 0
-    begun: float | None = None
-    first: float | None = None
-    step: int = 0
-    last: int = 0
-    trained: float | None = None
-    closed: bool = False  # whether these were the last; if not, the round goes on, or its agent was killed
-    restore: float = 0.0
+    stretches: dict[int, Stretch] = field(default_factory=dict)
+    closed: bool = False  # whether their steps were the last; if not, the round goes on, or its agent was killed
     draining: float | None = None  # when its drain was ordered
     ended: float | None = None  # when it was broken or had drained; or, without an order, when its workers were stopped
     drained: bool = False
@@ -52,6 +63,37 @@ class RoundTold:
     suspects: tuple[Suspect, ...] = ()  # of which the cause is
     members: tuple[str, ...] = ()
     gone: set[str] = field(default_factory=set)
+
+    @property
+    def newest(self) -> tuple[int, Stretch] | None:
+        """The training that began last, with its number; None if none has begun."""
+        return next(reversed(self.stretches.items()), None)
+
+    @property
+    def resumed(self) -> Stretch | None:
+        """The training with which the round's steps began; until one was done, the one that began last."""
+        return next((x for x in self.stretches.values() if x.first is not None), self.newest and self.newest[1])
+
+    @property
+    def first(self) -> float | None:
+        """When the round's first step was done."""
+        return None if self.resumed is None else self.resumed.first
+
+    @property
+    def stepped(self) -> float | None:
+        """When the last step that is known was done; of a training without one, when it began."""
+        if self.newest is None:
+            return None
+        last = self.newest[1]
+        if last.trained is not None:
+            return last.begun + last.trained
+        return last.begun if last.first is None else last.first
+
+    def did(self, training: int, step: int) -> Stretch | None:
+        """Add a step of a training; return what the round did of it, None if it is not known to have begun."""
+        if (found := self.stretches.get(training)) is not None:
+            found.last = max(step, found.last)
+        return found
 
 
 class Chronicle:
@@ -74,7 +116,7 @@ class Chronicle:
         self.why = ""
         self.agent_ended = False  # a run that is over may still be saved
         self.where = self.root_cause = ""  # of its end, see NodeEnded
-        self.saved: int | None = None  # steps in the last checkpoint that this host knows of
+        self.saved: dict[int, int] = {}  # steps in the last checkpoint of each training that this host knows of
         self.saves_itself = False  # what the script has saved is not known
         self.lost_ahead = 0  # workers of this host that had started ahead, and ended before they had a place in a round
         self.link_cause = ""  # why the link to the leader is down; empty if it is up
@@ -92,11 +134,14 @@ class Chronicle:
         While a round trains, that is the last progress that they tell: events after it say nothing of its steps.
         """
         told = self.rounds[max(self.rounds)] if self.rounds else RoundTold(0)
-        if self.over or self.code is not None or told.begun is None or told.first is None or told.closed:
+        if self.over or self.code is not None or told.newest is None or told.closed:
+            return self.until
+        trains = told.newest[1]
+        if trains.first is None:
             return self.until
         if any(x is not None for x in (told.ended, told.failed, told.reaped, told.draining)):
             return self.until
-        return min(self.until, max(told.first, told.begun + (told.trained or 0.0)))
+        return min(self.until, max(trains.first, trains.begun + (trains.trained or 0.0)))
 
     def add(self, clock: float, event: ev.Event) -> None:
         """Add an event.
@@ -118,7 +163,8 @@ class Chronicle:
             case ev.RoundDrained(round=number, step=step, kind=kind, cause=cause):
                 told = self._of(number)
                 told.ended, told.drained, told.kind, told.cause = clock, True, kind, cause
-                told.last = max(step, told.last)
+                if told.newest is not None:
+                    told.did(told.newest[0], step)
             case ev.RoundBroken(round=number, kind=kind, cause=cause, exit_code=code):
                 told = self._of(number)
                 told.ended, told.drained = clock, False
@@ -143,11 +189,13 @@ class Chronicle:
             case ev.NodeEnded(code=code, cause=cause, saved=where, root_cause=root_cause):
                 self.agent_ended, self.where, self.root_cause = True, where, root_cause
                 self.code, self.why = code, self.why if self.over and self.why else cause
-            case ev.CheckpointSaved(round=number, step=step):
-                self.saved = step
-                known = self.rounds.get(number)
-                if known is not None and known.begun is not None and not known.closed and step > known.last:
-                    known.last, known.trained = step, clock - known.begun
+            case ev.CheckpointSaved(round=number, step=step, training=training):
+                self.saved[training] = step
+                known = self.rounds.get(number, RoundTold(number))
+                if not known.closed and known.newest is not None and known.newest[0] == training:
+                    trains = known.newest[1]
+                    if step > trains.last:
+                        trains.last, trains.trained = step, clock - trains.begun
             case ev.OrderReceived():
                 self._ordered(clock, event)
             case ev.LinkChanged(up=up, cause=cause):
@@ -169,22 +217,24 @@ class Chronicle:
                 told.ahead += isinstance(event, ev.WorkerPlaced)
             case ev.WorkerExited():
                 self._exited(clock, event)
-            case ev.TrainingBegun(round=number, step=step, restore_s=seconds, saves_itself=alone):
-                self.saves_itself = alone
+            case ev.TrainingBegun(round=number, step=step, restore_s=seconds, training=training):
+                self.saves_itself = event.saves_itself
                 told = self._of(number)
-                told.begun, told.restore = clock, max(0.0, seconds)
-                told.step, told.last = step, max(step, told.last)
-                self.saved = step if self.saved is None else self.saved  # restored from a checkpoint, or no steps yet
-            case ev.FirstStep(round=number, step=step):
+                before = 0.0 if told.resumed is None or told.first is not None else told.resumed.restore
+                told.stretches[training] = Stretch(clock, before + max(0.0, seconds), step, step)
+                self.saved.setdefault(training, step)  # restored from a checkpoint, or no steps yet
+            case ev.FirstStep(round=number, step=step, training=training):
+                if (found := self._of(number).did(training, step)) is not None:
+                    found.first = clock
+            case ev.RoundProgress(round=number, step=last, trained_s=seconds, training=training):
                 told = self._of(number)
-                told.first, told.last = clock, max(step, told.last)
-            case ev.RoundProgress(round=number, step=last, trained_s=seconds):
+                if not told.closed and (found := told.did(training, last)) is not None and last == found.last:
+                    found.trained = max(0.0, seconds)
+            case ev.RoundSteps(round=number, last=last, trained_s=seconds, training=training):
                 told = self._of(number)
-                if not told.closed and last >= told.last:
-                    told.last, told.trained = last, max(0.0, seconds)
-            case ev.RoundSteps(round=number, last=last, trained_s=seconds):
-                told = self._of(number)
-                told.last, told.trained, told.closed = max(last, told.last), max(0.0, seconds), True
+                told.closed = True
+                if (found := told.did(training, last)) is not None:
+                    found.trained = max(0.0, seconds)
 
     def _gone(self, node: str) -> None:
         if self.rounds:

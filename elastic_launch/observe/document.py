@@ -16,8 +16,8 @@ from importlib.resources import files
 from string import Template
 from typing import NotRequired, TypedDict
 
-from elastic_launch.events.sentences import sentence
-from elastic_launch.events.types import counted
+from elastic_launch.events.sentences import of_training, sentence
+from elastic_launch.events.types import counted, listed
 from elastic_launch.observe.advice import advice
 from elastic_launch.observe.history import Sample
 from elastic_launch.observe.ledger import PARTS, Ledger, spoken
@@ -200,7 +200,8 @@ def _bars(host: Host) -> list[RoundBar]:
     for told, following in zip(rounds, ends, strict=False):
         if told.formed is not None:
             end = min(moment for moment in (told.ended, told.reaped, following) if moment is not None)
-            steps = "" if told.begun is None else f", steps {told.step} to {told.last}"
+            spans = [f"{x.step} to {x.last}{of_training(number)}" for number, x in told.stretches.items()]
+            steps = f", steps {listed(spans)}" if spans else ""
             text = f"round {told.number}: world size {told.world}{steps}; {told.kind or 'trains'} {told.cause}"
             bars.append({"since": told.formed - zero, "until": end - zero, "world": told.world, "text": text})
     return bars

@@ -15,7 +15,7 @@ from typing import Any
 
 from elastic_launch.events.types import counted
 from elastic_launch.failure import Suspect
-from elastic_launch.observe.chronicle import Chronicle, RoundTold
+from elastic_launch.observe.chronicle import Chronicle, RoundTold, Stretch
 
 PARTS = ("detect_s", "stop_s", "form_s", "start_s", "restore_s", "first_step_s")
 """An incident's parts, in order."""
@@ -142,9 +142,10 @@ def build(chronicle: Chronicle) -> Ledger:
     """Build the ledger from a host's events so far."""
     rounds = [told for _, told in sorted(chronicle.rounds.items())]
     since, until = chronicle.since or 0.0, chronicle.known
-    by_steps = any(told.begun is not None for told in rounds)
+    by_steps = any(told.stretches for told in rounds)
     incidents: list[RoundIncident] = []
     faults = _faults(rounds, since, chronicle.until)
+    later = _later(rounds)
     for index, (told, fault) in enumerate(zip(rounds, faults, strict=True)):
         following = rounds[index + 1] if index + 1 < len(rounds) else None
         if fault is None or (following is None and told.kind in PLANNED):
@@ -153,14 +154,15 @@ def build(chronicle: Chronicle) -> Ledger:
         if (following is None and chronicle.over) or (following is not None and _unknown(following)):
             formed = following.formed if following is not None else None
             end = min(end, max(x for x in (fault, told.ended, told.reaped, formed) if x is not None))
-        lost = _lost(told, rounds[index + 1 :]) if by_steps else None
+        lost = _lost(told, later[index]) if by_steps else None
         span = (fault, max(fault, end))
         incidents.append(_incident(told, following, span, lost, since=since, by_steps=by_steps))
     unsaved = _unsaved(chronicle, rounds) if by_steps else 0
     kept, productive = _productive(rounds, by_steps=by_steps, until=until, unsaved=unsaved or 0)
     unseen = _unseen(rounds, until)
     total = max(0.0, until - since - unseen)
-    idle = by_steps and chronicle.code == 0 and all(told.last == told.step and not _unknown(told) for told in rounds)
+    done = {training: x.last for told in rounds for training, x in told.stretches.items()}
+    idle = by_steps and chronicle.code == 0 and not any(_worked(told) or _unknown(told) for told in rounds)
     known = [x.lost_steps for x in incidents if x.lost_steps is not None]
     complete = not any(x.round == told.number for x in incidents for told in rounds if _unknown(told))
     return Ledger(
@@ -177,7 +179,7 @@ def build(chronicle: Chronicle) -> Ledger:
         any(told.started is not None for told in rounds),
         round(unseen, 6),
         bool(rounds) and faults[-1] is not None and rounds[-1].kind in PLANNED and _drained(rounds[-1]),
-        max(told.last for told in rounds) if idle else None,
+        sum(done.values()) if idle else None,
     )
 
 
@@ -198,23 +200,27 @@ def _fault(told: RoundTold, *, last: bool) -> float | None:
     if ended is None:
         return None
     if _drained(told):
-        fault = ended if told.begun is None or told.trained is None or not told.closed else told.begun + told.trained
+        fault = told.stepped if told.stepped is not None and told.closed else ended
     elif told.failed is not None and told.failed <= ended:
         fault = told.failed
     else:
         fault = ended - told.silent
         # Only the leader's host knows for how long a round hung. If the leader was lost with the round, the next one
         # learns of that later; a round that survives the loss of its leader does further steps.
-        stepped = None if told.begun is None or told.trained is None else told.begun + told.trained
-        if stepped is not None and told.closed:
-            unled = told.unled is not None and stepped <= told.unled
-            fault = min(fault, stepped) if unled or told.kind == "hang" else fault
+        if told.stepped is not None and told.closed:
+            unled = told.unled is not None and told.stepped <= told.unled
+            fault = min(fault, told.stepped) if unled or told.kind == "hang" else fault
     return min(ended, max(fault, told.formed if told.formed is not None else fault))
 
 
 def _unknown(told: RoundTold) -> bool:
     """Whether this host had no workers in the round, and does not know what they did."""
-    return not told.mine and told.begun is None
+    return not told.mine and not told.stretches
+
+
+def _worked(told: RoundTold) -> list[int]:
+    """Return the numbers of the trainings of which the round did steps."""
+    return [training for training, stretch in told.stretches.items() if stretch.last > stretch.step]
 
 
 def _drained(told: RoundTold) -> bool:
@@ -226,8 +232,7 @@ def _ended(told: RoundTold, *, last: bool) -> float | None:
     """Return when the round was known to be over; without an order, when its workers ended, or their steps did."""
     if told.ended is not None or last:
         return told.ended
-    trained = None if told.begun is None or told.trained is None else told.begun + told.trained
-    moments = (told.failed, told.reaped, trained, told.first, told.begun, told.formed)
+    moments = (told.failed, told.reaped, told.stepped, told.formed)
     return next((x for x in moments if x is not None), None)
 
 
@@ -247,8 +252,8 @@ def _incident(
     marks: list[float | None] = [fault if _drained(told) else ended, stopped, None, None, None, None]
     if following is not None:
         marks[2] = following.formed
-        if following.begun is not None:
-            marks[3:] = [following.begun - following.restore, following.begun, following.first]
+        if (resumed := following.resumed) is not None:
+            marks[3:] = [resumed.begun - resumed.restore, resumed.begun, resumed.first]
         elif not by_steps:
             marks[3] = following.started
     recovered = marks[5 if by_steps else 3] is not None
@@ -291,14 +296,35 @@ def _parts(start: float, marks: list[float | None], end: float, *, whole: bool) 
     return parts
 
 
-def _lost(told: RoundTold, later: list[RoundTold]) -> int | None:
+def _resumed(told: RoundTold, trainings: set[int]) -> dict[int, int]:
+    """Return the steps with which a round went on with trainings, or with which they begin after it."""
+    again = min(_worked(told), default=None)
+    anew = {} if again is None else {training: 0 for training in trainings if training > again}
+    return anew | {training: stretch.step for training, stretch in told.stretches.items()}
+
+
+def _trainings(rounds: list[RoundTold]) -> set[int]:
+    return {training for told in rounds for training in told.stretches}
+
+
+def _later(rounds: list[RoundTold]) -> list[dict[int, int]]:
+    """Return, for each round, the steps with which those after it went on with each training first."""
+    found: list[dict[int, int]] = []
+    after: dict[int, int] = {}
+    trainings = _trainings(rounds)
+    for told in reversed(rounds):
+        found.append(after)
+        after = after | _resumed(told, trainings)
+    return found[::-1]
+
+
+def _lost(told: RoundTold, later: dict[int, int]) -> int | None:
     """Return the round's steps that had to be repeated; None until training resumes, and if only other hosts know."""
-    if told.begun is None:
+    if told.newest is None:
         return None if _unknown(told) else 0
-    resumed = next((other.step for other in later if other.begun is not None), None)
-    if resumed is None:
-        return 0 if _drained(told) else None
-    return max(0, told.last - resumed)
+    if told.newest[0] not in later and not _drained(told):
+        return None
+    return sum(max(0, x.last - later.get(training, x.last)) for training, x in told.stretches.items())
 
 
 def _unsaved(chronicle: Chronicle, rounds: list[RoundTold]) -> int | None:
@@ -309,8 +335,20 @@ def _unsaved(chronicle: Chronicle, rounds: list[RoundTold]) -> int | None:
         return 0
     if chronicle.saves_itself:
         return None
-    last = next(told.last for told in reversed(rounds) if told.begun is not None)
-    return max(0, last - (chronicle.saved or 0))
+    training, last = _reached(rounds)
+    return max(0, last - chronicle.saved.get(training, 0))
+
+
+def _reached(rounds: list[RoundTold]) -> tuple[int, int]:
+    """Return the training to which the run has come, and its steps."""
+    reached = -1, 0
+    for told in reversed(rounds):
+        found = max(told.stretches, default=-1)
+        if found > reached[0]:
+            reached = found, told.stretches[found].last
+        if _worked(told):
+            break  # what earlier rounds did of further trainings is lost
+    return reached
 
 
 def _productive(rounds: list[RoundTold], *, by_steps: bool, until: float, unsaved: int) -> tuple[int, float]:
@@ -319,21 +357,23 @@ def _productive(rounds: list[RoundTold], *, by_steps: bool, until: float, unsave
         spans = [(told.started, _running_until(told, following, until)) for told, following in _with_next(rounds)]
         return 0, sum(max(0.0, end - start) for start, end in spans if start is not None)
     kept, seconds = 0, 0.0
-    trained = [told for told in rounds if told.begun is not None]
-    floor = trained[-1].last - unsaved if unsaved else None
-    for told in reversed(trained):
-        done = told.last - told.step
-        mine = max(0, (told.last if floor is None else min(told.last, floor)) - told.step)
-        floor = told.step if floor is None else min(floor, told.step)
-        kept += mine
-        if done > 0:
-            seconds += mine / done * _time_in_steps(told, done, until)
+    training, last = _reached(rounds)
+    floors = {training: last - unsaved} if unsaved else {}
+    trainings = _trainings(rounds)
+    for told in reversed(rounds):
+        for training, stretch in told.stretches.items():
+            done = stretch.last - stretch.step
+            mine = max(0, min(stretch.last, floors.get(training, stretch.last)) - stretch.step)
+            kept += mine
+            if done > 0:
+                seconds += mine / done * _time_in_steps(stretch, done, until)
+        for training, step in _resumed(told, trainings).items():
+            floors[training] = min(step, floors.get(training, step))
     return kept, seconds
 
 
-def _time_in_steps(told: RoundTold, done: int, until: float) -> float:
+def _time_in_steps(told: Stretch, done: int, until: float) -> float:
     """Return the seconds of the round's steps; the first one counts at most as the mean of the others."""
-    assert told.begun is not None
     first = max(0.0, told.first - told.begun) if told.first is not None else 0.0
     trained = told.trained if told.trained is not None else first
     trained = min(trained, until - told.begun)

@@ -90,19 +90,23 @@ class LiveLedger:
         """Return what a function makes of the ledger with the time, and the steps, since the last event."""
         chronicle = self._chronicle
         told = chronicle.rounds[max(chronicle.rounds)] if chronicle.rounds else RoundTold(0)
-        before = chronicle.until, told.last, told.trained, chronicle.code
+        trains = None if told.newest is None or told.closed or told.ended is not None else told.newest[1]
+        before = chronicle.until, chronicle.code
+        steps_before = (0, None) if trains is None else (trains.last, trains.trained)
         saves = bool(chronicle.code) and not chronicle.agent_ended
         if saves:
             chronicle.code = None
         if not chronicle.over and chronicle.since is not None:
             chronicle.until = max(chronicle.until, self._clock.now())
-            if step is not None and told.begun is not None and not told.closed and told.ended is None:
-                told.last, told.trained = max(told.last, step), chronicle.until - told.begun
+            if step is not None and trains is not None:
+                trains.last, trains.trained = max(trains.last, step), chronicle.until - trains.begun
         try:
             ledger = build(chronicle)
             return look(replace(ledger, lost_steps=None) if saves else ledger)  # not known until the state is saved
         finally:
-            chronicle.until, told.last, told.trained, chronicle.code = before
+            chronicle.until, chronicle.code = before
+            if trains is not None:
+                trains.last, trains.trained = steps_before
 
     def summary(self, max_restarts: int) -> str:
         """Return the run in one line; empty if another host leads it, no round was formed, or nothing happened."""

@@ -128,9 +128,9 @@ class Spans:
             case ev.OrderReceived(order=order, kind=kind, cause=cause):
                 told.ended = now if order != "drain" and told.ended is None else told.ended
                 told.about |= {"ended_by": order, "kind": kind, "end_cause": cause}
-            case ev.TrainingBegun(step=step, restore_s=seconds):
-                told.begun, told.restore, told.about["first_step"] = now, seconds, step
-            case ev.FirstStep():
+            case ev.TrainingBegun(step=step, restore_s=seconds) if told.first is None:
+                told.begun, told.restore, told.about["first_step"] = now, told.restore + seconds, step
+            case ev.FirstStep() if told.first is None:
                 told.first = now
             case ev.RoundSteps(last=last):
                 told.ended, told.about["last_step"] = told.ended or now, last

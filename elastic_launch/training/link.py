@@ -12,9 +12,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from elastic_launch import contract as c
+from elastic_launch.clock import MonotonicClock
 from elastic_launch.collective_dump import dump_collectives_on_request
 from elastic_launch.errors import UsageError
 from elastic_launch.shared_progress import Activity, SharedProgress
@@ -122,6 +124,7 @@ class AgentLink:
         self._doing: tuple[Activity, float, str] = (Activity.UNWATCHED, 0.0, "")
         self._progress: SharedProgress | None = None
         self._next_word = 0.0  # time of the next message about steps
+        self._stepped = 0.0  # time of the last step
         self._news = threading.Condition()  # notified by the reader; holds for all that messages change
         self._reader: threading.Thread | None = None
         self._on_suspend: Callable[[], object] = lambda: None
@@ -251,6 +254,8 @@ class AgentLink:
 
     def begin(self, ready: c.Ready) -> None:
         """Report that a training begins, or that this process begins or goes on with it in a round."""
+        if ready.training > self._training:  # the agent may not know of its last steps, and the next are other ones
+            ready, self._next_word = replace(ready, last=self._step, last_at=self._stepped), 0.0
         self._training = ready.training
         if self._progress is not None:
             self._progress.training = ready.training
@@ -263,7 +268,7 @@ class AgentLink:
 
     def step(self, step: int) -> None:
         """Report that a step is done: in shared memory if possible, and from time to time in a message."""
-        self._step = step
+        self._step, self._stepped = step, MonotonicClock().now()
         self._doing = Activity.STEP if self._watched else Activity.UNWATCHED, 0.0, ""
         written = self._written()
         if not self._tells_steps or (written and time.monotonic() < self._next_word):

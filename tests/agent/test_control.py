@@ -221,6 +221,22 @@ def test_steps_are_read_from_shared_memory_and_the_last_one_after_the_worker_hun
     assert control.step_timer.done == 41
 
 
+def test_the_last_steps_of_a_training_are_known_from_the_beginning_of_the_next(
+    control: Control, said: Said, events: Events
+) -> None:
+    """Shared memory tells of the next one by then."""
+    with worker(control, said, 0) as sock:
+        sock.sendall(c.pack(c.StepDone(6)) + c.pack(c.Ready(0, training=1, last=9)) + c.pack(c.StepDone(1, training=1)))
+        wait_for("the step", lambda: control.step_timer.position == (1, 1))
+        assert control.step_timer.of_round(1) == (5, 5)
+    wait_for("the last word", lambda: isinstance(events[-1], RoundSteps))
+    assert [(type(event), getattr(event, "step", None)) for event in events] == [
+        *[(TrainingBegun, 5), (FirstStep, 6), (RoundProgress, 9)],
+        *[(TrainingBegun, 0), (FirstStep, 1), (RoundSteps, None)],
+    ]
+    assert [getattr(event, "training", None) for event in events] == [0, 0, 0, 1, 1, 1]
+
+
 def test_progress_of_a_round_that_goes_on_is_recorded_without_a_word_of_the_worker(
     said: Said, events: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,3 +98,42 @@ def test_progress_is_recorded_ever_more_rarely_and_only_if_steps_were_done() -> 
     book.step_events.hung_up(1)
     assert isinstance(book.events[-1], RoundSteps)
     assert book.step_events.until_progress() is None
+
+
+def test_a_further_training_of_a_round_has_events_of_its_own() -> None:
+    book = Book()
+    for local_rank in (0, 1):
+        book.ready(1, local_rank=local_rank)
+    for step in range(1, 11):
+        book.step(1, step)
+    for local_rank in (0, 1):
+        book.clock.advance(5)
+        who, ready = WorkerHello(1, 4 + local_rank, local_rank), Ready(0, 90, 0.5, training=1)
+        book.step_events.begin(who, ready, further=True)
+    book.step_events.step(1, 11, book.clock.now())
+    book.clock.advance(1)
+    for step in (1, 2):
+        book.step_events.step(1, step, book.clock.now(), 1)
+    for _ in range(2):
+        book.step_events.hung_up(1)
+    assert book.events == [
+        TrainingBegun(1, 4, 0, 90, 0.25, 3),
+        FirstStep(1, 1),
+        RoundProgress(1, 10, 10.0),
+        TrainingBegun(1, 4, 0, 90, 0.5, training=1),
+        FirstStep(1, 1, 1),
+        RoundSteps(1, 0, 2, 6.0, 1),
+    ]
+
+
+def test_a_worker_that_is_still_in_an_earlier_training_than_another_one_tells_nothing() -> None:
+    """One that was kept begins at once; one that is new restores the end of the first training before."""
+    book = Book()
+    book.step_events.begin(WorkerHello(2, 4, 0), Ready(3, training=1))
+    book.step_events.begin(WorkerHello(2, 5, 1), Ready(10))
+    book.step_events.begin(WorkerHello(2, 5, 1), Ready(3, training=1), further=True)
+    book.step_events.step(2, 4, book.clock.now(), 1)
+    book.step_events.hung_up(2)
+    assert book.events == [TrainingBegun(2, 4, 3, 0, 0.0, training=1), FirstStep(2, 4, 1)]
+    book.step_events.hung_up(2)
+    assert book.events[2:] == [RoundSteps(2, 3, 4, 0.0, 1)]

@@ -5,7 +5,10 @@ Or with several loops that are one training.
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,6 +72,28 @@ def test_what_is_lost_of_the_second_training_is_not_hidden_by_the_longer_first_o
     agent = job.launch("--standalone", "--nproc", "2", "--max-restarts", "0", command=command)
     assert agent.wait(100) == 1, agent.output
     assert re.search(rf" {said.format(job.work)}$", agent.output, re.MULTILINE), agent.output
+
+
+@pytest.mark.parametrize("flags", [(), pytest.param(("--no-live",), marks=pytest.mark.slow)])
+def test_a_kill_in_the_second_training_is_an_incident_with_the_steps_lost_in_it(
+    job: Job, flags: tuple[str, ...]
+) -> None:
+    command = [str(SCRIPTS / "shorter.py"), str(job.work), "100", str(job.directory / "killed")]
+    agent = job.launch("--standalone", "--nproc", "2", *flags, command=command)
+    assert agent.wait(100) == 0, agent.output
+    assert agent.output.count("incident 1: crash") == 1, agent.output
+    observe = [sys.executable, "-m", "elastic_launch.observe", str(job.logs), "--json"]
+    ledger = json.loads(subprocess.run(observe, check=True, capture_output=True, text=True, timeout=60).stdout)
+    (incident,) = ledger["incidents"]
+    assert incident["recovered"]
+    begun = [(event["round"], event["training"], event["step"]) for event in job.events("training_begun")]
+    resumed = next(step for number, training, step in begun if (number, training) == (2, 1))
+    assert begun[:2] == [(1, 0, 0), (1, 1, 0)]
+    # The killed worker had done two or three steps of the second training; the first one lost nothing.
+    assert 0 <= incident["lost_steps"] <= 3 - resumed
+    assert ledger["lost_steps"] == incident["lost_steps"]
+    assert ledger["steps"] == 20
+    assert 0 < ledger["goodput"] < 1
 
 
 @pytest.mark.parametrize("step", [6, pytest.param(10, marks=pytest.mark.slow)])

@@ -48,6 +48,12 @@ def test_the_first_step_and_the_last_words_of_the_round_belong_to_it_too() -> No
     assert ids(*BEGIN, ev.FirstStep(1, 1)) == [None] * 6
 
 
+def test_a_further_training_of_the_next_round_is_no_part_of_it() -> None:
+    resumed = [ev.TrainingBegun(2, 0, 4, 0, 0.1), ev.TrainingBegun(2, 0, 2, 0, 0.1, training=1), ev.FirstStep(2, 3, 1)]
+    further = [ev.TrainingBegun(2, 0, 0, 0, 0.1, training=2), ev.FirstStep(2, 1, 2)]
+    assert ids(*BEGIN, exited(1), broken(1), *AGAIN, *resumed, *further)[-5:] == [1, 1, 1, None, None]
+
+
 def test_a_node_whose_workers_have_not_failed_learns_the_same_id_from_the_order() -> None:
     found = ids(*BEGIN[1:], order("break", 1), exited(1, -15, stopped=True), *AGAIN[1:], node_id="b")
     assert found == [None] * 4 + [1] * 5

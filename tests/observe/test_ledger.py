@@ -613,3 +613,114 @@ def test_a_round_whose_workers_are_all_kept_has_begun() -> None:
     )
     assert [incident.recovered for incident in told.incidents] == [True]
     assert parts(told.incidents[0])[3] == pytest.approx(0.1)
+
+
+def in_training(number: int, training: int, first: int, last: int, at: float, *, ends: bool = True) -> Told:
+    """A step each second, from a second after a time on; a training that ends the round's steps has their event."""
+    told: list[tuple[float, ev.Event]] = [(at, ev.TrainingBegun(number, 0, first, 100, 0.5, training=training))]
+    if last > first:
+        told.append((at + 1, ev.FirstStep(number, first + 1, training)))
+    seconds = float(last - first)
+    if ends:
+        return [*told, (at + seconds, ev.RoundSteps(number, first, last, seconds, training))]
+    return [*told, (at + seconds, ev.RoundProgress(number, last, seconds, training))] if last > first + 1 else told
+
+
+SECOND = [
+    *[(2.0, formed(1)), (2.0, form(1)), (2.1, started(1))],
+    *in_training(1, 0, 0, 10, 5.0, ends=False),
+    *in_training(1, 1, 0, 4, 20.0),
+    *[(24.0, broken(1, "crash", "boom")), (25.0, formed(2)), (25.0, form(2)), (25.1, started(2))],
+]
+"""A crash after 10 steps of a first training, and 4 of a second one."""
+
+
+def test_a_fault_in_a_second_training_costs_its_steps_and_ends_with_its_next_step() -> None:
+    told = ledger(
+        *SECOND,
+        *in_training(2, 0, 10, 10, 28.0, ends=False),
+        *in_training(2, 1, 3, 6, 30.0),
+        (33.0, ev.RunEnded(0, "x", 0, 2, 31.0)),
+    )
+    (incident,) = told.incidents
+    # From 24 s to the step at 31 s; both trainings were restored, in 0.5 s each.
+    assert parts(incident)[2:] == pytest.approx([1.0, 4.0, 1.0, 1.0])
+    assert (incident.still_s, incident.recovered, incident.lost_steps) == (7.0, True, 1)
+    assert (told.steps, told.lost_steps, told.unsaved_steps) == (16, 1, 0)
+    assert told.productive_s == pytest.approx(10 + 3 + 3)
+    assert told.total_s == 31.0
+
+
+def test_a_second_training_is_lost_as_a_whole_if_the_first_one_is_trained_again() -> None:
+    told = ledger(*SECOND, *in_training(2, 0, 8, 10, 28.0, ends=False))
+    (incident,) = told.incidents
+    assert (incident.recovered, incident.lost_steps) == (True, 2 + 4)
+    assert (told.steps, told.productive_s) == (10, pytest.approx(8 + 2))
+    told = ledger(
+        *SECOND,
+        *in_training(2, 0, 8, 10, 28.0, ends=False),
+        *in_training(2, 1, 0, 4, 32.0),
+        (36.0, ev.RunEnded(0, "x", 0, 2, 34.0)),
+    )
+    assert (told.steps, told.lost_steps, told.incidents[0].lost_steps) == (14, 6, 6)
+
+
+def test_what_is_lost_of_a_training_is_unknown_until_a_round_has_come_to_it_again() -> None:
+    told = ledger(*SECOND, *in_training(2, 0, 10, 10, 28.0, ends=False))
+    assert (told.incidents[0].lost_steps, told.incidents[0].recovered) == (None, False)
+
+
+@pytest.mark.parametrize(("saved", "training", "unsaved"), [(10, 0, 4), (3, 1, 1)])
+def test_steps_that_no_checkpoint_has_are_those_of_the_last_training(saved: int, training: int, unsaved: int) -> None:
+    told = ledger(
+        *SECOND[:-4],
+        (24.0, broken(1, "crash", "boom")),
+        (24.5, ev.CheckpointSaved(1, saved, "/c", training)),
+        (25.0, ev.RunEnded(1, "boom", 0, 1, 23.0)),
+    )
+    assert (told.unsaved_steps, told.steps) == (unsaved, 14 - unsaved)
+
+
+def test_a_late_checkpoint_of_the_training_before_says_nothing_of_the_one_that_is_under_way() -> None:
+    told = ledger(*SECOND[:-5], (22.5, ev.CheckpointSaved(1, 10, "/c", 0)), (22.6, ev.RoundProgress(1, 2, 2.0, 1)))
+    assert told.steps == 12
+
+
+@st.composite
+def scripts(draw: st.DrawFn) -> tuple[Told, int, int]:
+    """The events of a script with several trainings and faults, the steps done in it, and those in its end."""
+    lengths = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
+    told: list[tuple[float, ev.Event]] = []
+    clock, done, reached = 1.0, 0, (0, 0)
+    rounds = draw(st.integers(1, 5))
+    for number in range(1, rounds + 1):
+        training = draw(st.integers(0, reached[0]))
+        step = draw(st.integers(0, reached[1] if training == reached[0] else lengths[training]))
+        # A new process comes by the ends of the earlier trainings; one that was kept does not.
+        before = range(training) if draw(st.booleans()) else ()
+        told += [(clock, formed(number)), (clock, form(number)), (clock, started(number))]
+        for earlier in before:
+            told += in_training(number, earlier, lengths[earlier], lengths[earlier], clock, ends=False)
+        for current in range(training, draw(st.integers(training, len(lengths) - 1)) + 1):
+            last = lengths[current]
+            fails = number < rounds and draw(st.booleans())
+            last = draw(st.integers(step, last)) if fails else last
+            told += in_training(number, current, step, last, clock, ends=False)
+            told += [(clock + last - step, ev.RoundProgress(number, last, float(last - step), current))]
+            clock, done, reached, step = clock + last - step + 1, done + last - step, (current, last), 0
+            if fails:
+                break
+        if number < rounds:
+            told.append((clock, broken(number, "crash", "boom")))
+        clock += 1.0
+    return told, done, sum(lengths[: reached[0]]) + reached[1]
+
+
+@STEADY
+@given(scripts())
+def test_each_step_of_several_trainings_was_either_kept_or_lost(run: tuple[Told, int, int]) -> None:
+    told, done, last = run
+    made = ledger(*told)
+    assert made.lost_steps is not None
+    assert made.steps is not None
+    assert (made.steps, made.steps + made.lost_steps) == (last, done)

@@ -98,6 +98,17 @@ def test_rounds_and_an_incident_with_their_phases(monkeypatch: pytest.MonkeyPatc
     assert told.roots()["round 1"].resource.attributes["service.instance.id"] == "a"
 
 
+def test_a_round_has_its_phases_once_however_many_trainings_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its first step it may restore the end of a training; what comes after that step is training."""
+    told = Told(monkeypatch)
+    resumed = (32.2, ev.TrainingBegun(2, 0, 5, 50, 0.25))
+    further = [(36.0, ev.TrainingBegun(2, 0, 0, 50, 0.5, training=2)), (37.0, ev.FirstStep(2, 1, 2))]
+    told.add([*CRASH[:12], resumed, *CRASH[12:14], *further, *CRASH[14:]])
+    assert told.children("round 2") == [
+        ("start", 31, 32.25), ("restore", 32.25, 33), ("first step", 33, 34), ("train", 34, 40),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("kind", "status", "description"),
     [

@@ -1,10 +1,13 @@
-"""Two trainings, of which the second is shorter, and fails in its fourth step: ``shorter.py DIRECTORY EVERY``.
+"""Two trainings, of which the second is shorter, and fails in its fourth step: ``shorter.py DIRECTORY EVERY [ONCE]``.
 
-The first one saves every two steps, and its end; the second one every EVERY steps.
+The first one saves every two steps, and its end; the second one every EVERY steps. With ONCE, a file that does not
+exist yet, rank 0 is killed there instead, but not again in its next process.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -20,9 +23,13 @@ with el.session() as run:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loader = el.ElasticLoader(TensorDataset(torch.ones(160, 4)), el.GlobalBatch(16, micro=8), seed=0)
         saving = el.Checkpoint(Path(sys.argv[1]) / name, every=every)
-        for done, step in enumerate(run.steps(loader, model, optimizer, until="1ep", checkpoint=saving)):
-            if name == "second" and done == 3:
-                raise ValueError("planned")
+        for step in run.steps(loader, model, optimizer, until="1ep", checkpoint=saving):
+            if name == "second" and step.number == 4:
+                if len(sys.argv) < 4:
+                    raise ValueError("planned")
+                if run.rank == 0 and not Path(sys.argv[3]).exists():
+                    Path(sys.argv[3]).touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
             for (x,) in step:
                 step.backward(model(x).square().mean())
             step.update()

@@ -21,6 +21,7 @@ from torch import nn
 
 import elastic_launch as el
 from elastic_launch import contract as c
+from elastic_launch.clock import MonotonicClock
 from elastic_launch.shared_progress import FIRST_STEPS, Activity, SharedProgress
 from elastic_launch.snapshot import newest
 from elastic_launch.snapshot.memory.slot import Slot
@@ -69,6 +70,26 @@ def test_messages_of_two_threads_do_not_mix(ends: tuple[socket.socket, AgentLink
     messages = [c.unpack(line) for line in heard.splitlines()]
     assert [m.job.step for m in messages if isinstance(m, c.Stored)] == list(range(number))
     assert [m.step for m in messages if isinstance(m, c.StepDone)] == list(range(number))
+
+
+def test_a_further_training_tells_how_far_the_last_one_has_come_and_its_own_first_step(
+    ends: tuple[socket.socket, AgentLink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most steps are in shared memory only, which has those of the last training then."""
+    agent, link = ends
+    agent.settimeout(5)
+    monkeypatch.setattr(link, "_written", lambda: True)
+    link.begin(c.Ready(0))
+    for step in (1, 2, 3):
+        link.step(step)
+    link.begin(c.Ready(0, training=1))
+    link.step(1)
+    with agent.makefile("rb") as reader:
+        begun, first, again, second = (c.unpack(reader.readline()) for _ in range(4))
+    assert (begun, first, second) == (c.Ready(0), c.StepDone(1), c.StepDone(1, training=1))
+    assert isinstance(again, c.Ready)
+    assert (again.training, again.last) == (1, 3)
+    assert 0 <= MonotonicClock().now() - again.last_at < 60
 
 
 def test_an_agent_that_is_gone_is_noticed_by_the_next_call(ends: tuple[socket.socket, AgentLink]) -> None:

@@ -313,7 +313,7 @@ class Control:
     def _look(self) -> None:
         """Record the last step that workers have done without reporting it."""
         if (reached := self._reached()) is not None:
-            self._step_events.step(*reached[:3])
+            self._step_events.step(*reached[:3], reached.training)
 
     def _accept(self) -> None:
         try:
@@ -400,15 +400,19 @@ class Control:
         match message:
             case c.Ready(step=step, live=live, training=training):
                 further = peer.begun and training > peer.training
-                peer.training = training
                 if not peer.begun:
-                    peer.begun = True
                     self._look()
-                    self._step_events.begin(peer.hello, message)
+                elif further:  # shared memory may tell of this one already
+                    ended = number, message.last, min(message.last_at, self.clock.now()), peer.training
+                    self.step_timer.step(*ended)
+                    self._step_events.step(*ended)
                 self.durable.checkpoints = self.durable.checkpoints or message.checkpoints
                 if message.base_in:
                     self.durable.base = training, message.base, message.base_in
                 self.step_timer.begin(number, step, self.clock.now(), message.total, training)
+                if further or not peer.begun:  # after the timer, so that no step of it counts for another training
+                    self._step_events.begin(peer.hello, message, further=further)
+                peer.begun, peer.training = True, training
                 if further:
                     return  # the agent knows that it trains
                 self.arguments = message.arguments
@@ -416,10 +420,10 @@ class Control:
             case c.StepDone(step=step, training=training):
                 # The time of the step itself, if known: this thread may learn of it later, together with further steps.
                 reached = self._reached()
-                if reached is None or reached.round != number or reached.position < (number, training, step):
+                if reached is None or reached.position[:2] != (number, training) or reached.step < step:
                     reached = WorkerProgress(number, step, self.clock.now(), training=training)
                 self.step_timer.step(*reached[:3], reached.training)
-                self._step_events.step(number, step, reached.at)
+                self._step_events.step(number, step, reached.at, training)
                 if not self._trained:
                     self._trained = True
                     self._say(FirstStepDone())
