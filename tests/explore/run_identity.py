@@ -35,6 +35,7 @@ def identity(world: RunWorld) -> int:
         checks._free,
         checks._taken_over,
         checks._left_behind,
+        checks._charged_ahead,
     )
     return IDENTITY.of(state, world.now, names)
 

@@ -100,6 +100,28 @@ def test_a_crash_is_charged_although_a_sigterm_was_reported_first() -> None:
     assert world.checks._charged == {(1, 1)}
 
 
+def test_a_leader_that_takes_over_from_itself_may_know_what_it_has_charged_and_charges_it_once() -> None:
+    """A pair of faults took this for a violation: etcd was killed as the record of the next round was written."""
+    world = RunWorld(Bounds(start="a", nproc=1, faults=0, formed=True))
+    checks, before = world.checks, world.record
+    assert before is not None
+    agent = world.all[0]
+
+    def write(**changes: Any) -> None:
+        assert world.checks.record is not None
+        checks.written(replace(world.checks.record, nonce=str(changes), **changes).encode(), agent)  # type: ignore[arg-type]
+
+    another = replace(before.leader, incarnation="b1")
+    for leader, term in ((another, before.term + 1), (before.leader, before.term)):
+        with pytest.raises(AssertionError, match="without a new round"):
+            write(leader=leader, term=term, restarts=1)
+        checks.record = before
+        checks._leaders = {before.term: before.leader.incarnation}
+    write(term=before.term + 1, restarts=1)
+    with pytest.raises(AssertionError, match="charged twice"):
+        write(restarts=2, round=replace(before.round, number=2))
+
+
 # The explorer finds bugs: each takes one guard out.
 
 
