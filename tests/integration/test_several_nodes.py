@@ -102,6 +102,8 @@ def test_members_park_while_the_host_is_gone_and_continue_with_it(job: Job) -> N
     again = job.node("a", *flags, nnodes="1:2")
     second = job.world(2, after=round_of(first[0]))
     assert round_of(second[0]) == round_of(first[0]) + 1
+    numbers = {worker["env"]["ELASTIC_LAUNCH_RUN_NUMBER"] for worker in (*first, *second)}
+    assert len(numbers) == 1, "the new host goes on with the run"
     job.finish()
     assert (again.wait(), other.wait()) == (0, 0)
     assert job.events("round_formed")[-1]["term"] == 2

@@ -35,7 +35,7 @@ def result_of(job: Job) -> dict[str, Any]:
 
 
 def launch(job: Job, name: str) -> Agent:
-    flags = ["--standalone", "--nproc", "1", "--max-restarts", "0", "--rdzv-id", f"run-{name}"]
+    flags = ["--standalone", "--nproc", "1", "--max-restarts", "0", "--rdzv-id", "run"]
     return job.launch(*flags, command=digits(job, str(job.directory / "checkpoints")), name=name)
 
 
@@ -49,7 +49,7 @@ def test_of_two_runs_that_save_to_one_directory_the_later_one_does(job: Job) -> 
     assert "Tried again" not in first.output
     hurry(job)
     assert [first.wait(100), second.wait(100)] == [93, 0], first.output
-    assert f"{directory} was taken since by run 'run-second' on" in first.output
+    assert f"{directory} was taken since by run 'run' on" in first.output
     end = first.output.partition("exit code 93: ")[2]
     assert f"The last checkpoint, of step 184, could not be saved in {directory}: Two runs write to one" in end
     assert "Two runs" not in second.output
