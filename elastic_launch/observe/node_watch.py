@@ -293,10 +293,14 @@ class NodeWatch:
             self._ended = self._clock.now(), cause
 
     def _saved(self, present: Present, now: float) -> tuple[int, float] | None:
-        """Return the newest checkpoint, of this node or of which the leader has told, and when it was written."""
-        if present.checkpoint is None or (self._checkpoint is not None and self._checkpoint[0] >= present.checkpoint):
-            return self._checkpoint
-        return present.checkpoint, now - (present.checkpoint_age or 0.0)
+        """Return the last checkpoint, of this node or of which the leader has told, and when it was written.
+
+        Steps do not tell which one that is: a later training of the script counts anew, and checkpoints are withdrawn.
+        """
+        own, step, written = self._checkpoint, present.checkpoint, now - (present.checkpoint_age or 0.0)
+        if step is None or (own is not None and (own[0] == step or own[1] >= written)):
+            return own
+        return step, written
 
     def _quiet(self, present: Present, now: float) -> float | None:
         """Return the seconds since the last step, if they are many and steps are due."""

@@ -290,6 +290,15 @@ def test_a_checkpoint_of_another_node_has_its_age() -> None:
     assert told.figures(present)["checkpoint"] == "step 40, 0 s ago", "this node's own is newer"
 
 
+def test_a_later_checkpoint_of_another_node_counts_though_its_step_is_lower() -> None:
+    """It is of a later training of the script, or the other one was withdrawn."""
+    told = Told()
+    told.add(ev.CheckpointSaved(1, 40, "/c"))
+    told.at += 60
+    assert told.figures(Present("running", 1, checkpoint=40, checkpoint_age=50.0))["checkpoint"] == "step 40, 60 s ago"
+    assert told.figures(Present("running", 1, checkpoint=2, checkpoint_age=5.0))["checkpoint"] == "step 2, 5 s ago"
+
+
 @pytest.mark.parametrize(
     ("names", "shown"),
     [
