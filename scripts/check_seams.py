@@ -32,6 +32,7 @@ FOREIGN = {
     "torch's logging in C++": "_ZN3c1011initLoggingEv",
     "whether CUDA was initialised before a fork": "_is_in_bad_fork",
     "whether a tensor was changed in place": "_version",
+    "how many tensors share memory": "_cdata _storage_Use_Count",
     "what a sparse tensor has": "_nnz",
     "operations on many tensors at once": (
         "_foreach_add_ _foreach_copy_ _foreach_div_ _foreach_mul_ _foreach_sub _foreach_zero_"

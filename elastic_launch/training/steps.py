@@ -146,8 +146,7 @@ class Step:
         They are the same on all ranks, and not scaled, also with a scaler. Changes in place take effect in
         :meth:`update`; make the same ones on all ranks. The names are those of ``model.named_parameters()``; a
         parameter that only an optimizer has is named by its place there. Parameters without a gradient are left out.
-        The result is empty if other ranks have done this pass, and this one only receives its result. Copy what must
-        outlive the step: its memory is used again.
+        The result is empty if other ranks have done this pass, and this one only receives its result.
 
         Args:
             optimizer: with several optimizers, the name of the one whose gradients to return; None: those of all.

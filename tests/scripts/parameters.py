@@ -127,6 +127,19 @@ class Zeroed(Case):
         self.optimizer.zero_grad(set_to_none=False)
 
 
+class Kept(Case):
+    """Gradients that the script keeps until the next step, as diffGrad does."""
+
+    def make(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def after(self, step: int) -> None:
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        for gradient, before in zip(gradients, self.kept, strict=False):
+            gradient.add_(before, alpha=0.5)
+        self.kept = gradients
+
+
 class Complex(Case):
     def make(self) -> None:
         self.own = [nn.Parameter(torch.tensor([0.3 + 0.1j, -0.2j, 0.5 + 0j]))]
@@ -202,6 +215,7 @@ CASES: dict[str, type[Case]] = {
         Branches,
         Clipped,
         Zeroed,
+        Kept,
         Complex,
         InParts,
         Sparse,

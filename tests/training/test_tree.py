@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import operator
+import weakref
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,3 +50,15 @@ def test_the_tree_of_five() -> None:
 def test_nodes_that_are_no_tree_are_refused(nodes: list[tuple[tuple[int, int], str]]) -> None:
     with pytest.raises(ValueError, match="do not make up a tree of 2 leaves"):
         fold(2, nodes, _join)
+
+
+def test_nothing_holds_the_values_after_a_sum() -> None:
+    """Also not until garbage is collected: memory that something holds is not used again."""
+    values = [{1}, {2}]
+    held = weakref.ref(values[0])
+    gc.disable()
+    try:
+        assert fold(2, [((0, 0), values.pop(0)), ((1, 0), values.pop())], operator.or_) == {1, 2}
+        assert held() is None
+    finally:
+        gc.enable()

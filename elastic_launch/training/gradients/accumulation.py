@@ -205,7 +205,6 @@ class Gradients:
         self._changes = []
         # The other ranks may not have changed: they learn of it from a bucket of the size that they expect.
         self._carrier = self._reduction
-        self._carrier.reset()
         if self.parameters.changed() or self._buffers.outdated:
             known = set(map(id, self.parameters.all.values()))
             self._changes = self.parameters.follow()
@@ -215,6 +214,7 @@ class Gradients:
             self._reduction.reset()
         for parameter in self.parameters.all.values():
             parameter.grad = None
+        self._carrier.reset()  # which uses the memory of these again
         hooks = [p._post_accumulate_grad_hooks or {} for p in self.parameters.reduced.values()]
         self._hooked = any(len(each) > 1 for each in hooks)
         if self._hooked and {next(reversed(each), -1) for each in hooks} != {hook.id for hook in self._hooks}:

@@ -1,8 +1,9 @@
 """Sums gradients over all ranks in the default mode: in buckets, during the last backward pass.
 
 A gradient is copied into its bucket as soon as the backward pass has computed it, and added to the sum of the previous
-micro-batches. The bucket's memory is the gradient from then on: it is never copied back. Once the last micro-batch has
-filled a bucket, the bucket is reduced over the ranks while the backward pass continues with the next one.
+micro-batches. The bucket's memory is the gradient from then on: it is never copied back. If the script, or an
+optimizer, still holds it when the next step begins, the bucket gets other memory. Once the last micro-batch has filled
+a bucket, the bucket is reduced over the ranks while the backward pass continues with the next one.
 
 All ranks send the same buckets in the same order, whatever gradients each of them has: a bucket waits for the previous
 one, and buckets that the backward pass did not fill are sent at its end, with zeros. After the values, a bucket has a
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elastic_launch.errors import UsageError
-from elastic_launch.training.gradients.flat import MESSAGE, Reduction, Values, packed
+from elastic_launch.training.gradients.flat import MESSAGE, Reduction, Values, packed, sharing
 from elastic_launch.training.live.waits import on_host
 from elastic_launch.training.ranks.mesh import ALL, RankGroup
 
@@ -40,6 +41,7 @@ class _Bucket:
     flat: Tensor  # a one-dimensional tensor: the gradients' values, then a flag for each, then the cargo
     flags: Tensor
     cargo: Tensor
+    own: int  # ``sharing`` of their memory while no gradient is given out
     pending: int = 0  # number of members that the last micro-batch has not computed yet
     work: dist.Work | None = None
 
@@ -113,8 +115,10 @@ class BucketedReduction(Reduction):
         self._next = 0  # the bucket to be sent next
         self._arrived: list[int] = []
         self._sending = False  # whether the last pass is under way
-        for bucket in self._buckets:
-            bucket.pending = len(bucket.members)
+        for place, bucket in enumerate(self._buckets):
+            if sharing(bucket.flat) > bucket.own:
+                self._buckets[place] = self._new_bucket(bucket.members, 0 if place else self._room)
+            self._buckets[place].pending = len(bucket.members)
 
     def begin_pass(self, *, last: bool) -> None:
         self._seen = [False] * len(self._like)
@@ -182,7 +186,7 @@ class BucketedReduction(Reduction):
             # Reading the flags waits for a GPU, so only ranks that lack a gradient do it.
             there = mine if all(mine) else [flag > 0 for flag in bucket.flags.tolist()]
             for which, present in zip(bucket.members, there, strict=True):
-                sums[which] = self._views[which] if present else None
+                sums[which] = self._views[which].detach() if present else None
         for which in self._sparse:
             sums[which] = self._reduce_sparse(which)
         if not self._learned:
@@ -250,20 +254,20 @@ class BucketedReduction(Reduction):
             members.append(which)
             size += like.nbytes
             if size >= (MESSAGE if self._buckets else FIRST_BYTES):
-                self._add_bucket(members)
+                self._buckets.append(self._new_bucket(members, 0 if self._buckets else self._room))
             else:
                 open_[like.dtype, like.device] = members, size
         for members, _ in open_.values():
-            self._add_bucket(members)
+            self._buckets.append(self._new_bucket(members, 0 if self._buckets else self._room))
 
-    def _add_bucket(self, members: list[int]) -> None:
-        room = 0 if self._buckets else self._room
+    def _new_bucket(self, members: list[int], room: int) -> _Bucket:
         flat, views = packed([self._like[which] for which in members], len(members) + room)
         end = len(flat) - room
-        bucket = _Bucket(members, flat, flat[end - len(members) : end], flat[end:])
+        bucket = _Bucket(members, flat, flat[end - len(members) : end], flat[end:], own=0)
         for which, view in zip(members, views, strict=True):
             self._views[which], self._home[which] = view, bucket
-        self._buckets.append(bucket)
+        bucket.own = sharing(flat)
+        return bucket
 
     def _put_sparse(self, which: int, gradient: Tensor, bucket: _Bucket | None) -> None:
         if bucket is not None:

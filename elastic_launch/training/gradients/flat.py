@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 
 import torch
@@ -38,6 +39,17 @@ def packed(like: Sequence[Tensor], room: int = 0) -> tuple[Tensor, list[Tensor]]
         stride = torch.empty_like(tensor, device="meta").stride()
         views.append(dense.as_strided(tensor.shape, stride, dense.storage_offset()))
     return flat, views
+
+
+def sharing(flat: Tensor) -> int:
+    """Return a number that grows with each tensor that shares a tensor's memory, and each holder of its storage.
+
+    A ``detach()`` of a view is a tensor of its own. So memory of which such were given out may be used again once the
+    number is what it was before.
+    """
+    storage = flat.untyped_storage()
+    # Python has one object for it, which torch counts once.
+    return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
 
 
 def alike(tensors: Sequence[Tensor]) -> list[list[int]]:
@@ -120,7 +132,9 @@ class Reduction:
         return False
 
     def finish(self, total: int, *, whole: bool = False) -> Values:
-        """Return the sums over all ranks, None if no micro-batch of any rank had a value; valid until :meth:`reset`.
+        """Return the sums over all ranks, None if no micro-batch of any rank had a value.
+
+        Their memory is used again after the next :meth:`reset` unless something still holds one of them then.
 
         Args:
             total: M, the number of micro-batches of all ranks.

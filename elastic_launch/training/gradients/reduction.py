@@ -17,7 +17,7 @@ from torch import Tensor
 
 from elastic_launch.batch import slice_of
 from elastic_launch.errors import UsageError
-from elastic_launch.training.gradients.flat import Reduction, Values, alike, packed
+from elastic_launch.training.gradients.flat import Reduction, Values, alike, packed, sharing
 from elastic_launch.training.gradients.shards import ShardExchange
 from elastic_launch.training.gradients.tree import Segment, fold, joins, segments
 from elastic_launch.training.live.waits import on_host
@@ -30,6 +30,7 @@ class _Node:
 
     flats: list[Tensor]  # one for each dtype and device
     views: list[Tensor]  # of these, one for each tensor
+    own: list[int]  # ``sharing`` of each flat while no view is given out
 
 
 class ExactReduction(Reduction):
@@ -122,8 +123,10 @@ class ExactReduction(Reduction):
             value = left.views[which].add_(value)
 
     def reset(self) -> None:
-        # The memory of the sums is used again, too.
-        nodes = [self._leaf, self._sum, *(node for _, node in self._nodes)]
+        given = self._sum  # its memory is used again, too, unless something still holds a gradient
+        if given is not None and [*map(sharing, given.flats)] != given.own:
+            given = None
+        nodes = [self._leaf, given, *(node for _, node in self._nodes)]
         self._free += [node for node in nodes if node is not None]
         self._leaf = self._sum = None
         self._nodes, self._present = [], [False] * len(self._like)
@@ -160,7 +163,7 @@ class ExactReduction(Reduction):
                 self._exchange.sum([node.flats[kind] for node in own], result, theirs, total)
             self._free += own[1:]
         pairs = zip(self._sum.views, self._present, strict=True)
-        return [view if there or whole else None for view, there in pairs]
+        return [view.detach() if there or whole else None for view, there in pairs]
 
     def _added(self, left: _Node, right: _Node) -> _Node:
         for mine, value in zip(left.flats, right.flats, strict=True):
@@ -171,10 +174,11 @@ class ExactReduction(Reduction):
     def _new(self) -> _Node:
         if self._free:
             return self._free.pop()
-        node = _Node([], [*self._like])
+        node = _Node([], [*self._like], [])
         for members in self._kinds:
             flat, views = packed([self._like[which] for which in members])
             node.flats.append(flat)
             for which, view in zip(members, views, strict=True):
                 node.views[which] = view
+            node.own.append(sharing(flat))
         return node

@@ -8,7 +8,7 @@ two halves; if the right half is beyond the last micro-batch, the node is its le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 Segment = tuple[int, int]
@@ -52,14 +52,15 @@ def fold(total: int, nodes: Sequence[tuple[Segment, T]], add: Callable[[T, T], T
     known = dict(nodes)
     if total < 1 or sum(min(total, s + (1 << k)) - s for s, k in known) != total or len(known) != len(nodes):
         raise ValueError(f"The nodes {sorted(known)} do not make up a tree of {total} leaves.")
+    return _value(total, known, add, 0, (total - 1).bit_length())
 
-    def value(start: int, level: int) -> T:
-        if (start, level) in known:
-            return known[start, level]
-        if level == 0:
-            raise ValueError(f"The nodes {sorted(known)} do not make up a tree of {total} leaves.")
-        middle = start + (1 << (level - 1))
-        left = value(start, level - 1)
-        return left if middle >= total else add(left, value(middle, level - 1))
 
-    return value(0, (total - 1).bit_length())
+def _value(total: int, known: Mapping[Segment, T], add: Callable[[T, T], T], start: int, level: int) -> T:
+    # A function within fold() would refer to itself, and hold the values until garbage is collected.
+    if (start, level) in known:
+        return known[start, level]
+    if level == 0:
+        raise ValueError(f"The nodes {sorted(known)} do not make up a tree of {total} leaves.")
+    middle = start + (1 << (level - 1))
+    left = _value(total, known, add, start, level - 1)
+    return left if middle >= total else add(left, _value(total, known, add, middle, level - 1))
