@@ -30,7 +30,8 @@ class Flips:
         gradients.spoiler = self if self._now else None
         if not self._now:
             return
-        states = [state for each in getattr(optimizer, "state", {}).values() for state in each.values()]
+        found = getattr(optimizer, "state", {}).values()
+        states = [state for each in found for state in (each.values() if isinstance(each, dict) else [each])]
         self._flip("parameter", [*gradients.parameters.trained.values()])
         self._flip("optimizer", [each for each in states if isinstance(each, Tensor) and each.dim()])
 

@@ -36,10 +36,13 @@ class Optimizers(Group):
     def state(self) -> dict[Any, Any]:
         merged: dict[Any, Any] = {}
         for name, optimizer in self.optimizers.items():
-            for parameter, state in optimizer.state.items():
-                if parameter in merged:  # two optimizers share it
-                    state = {**merged[parameter], **{f"{key} ({name})": value for key, value in state.items()}}
-                merged[parameter] = state
+            key: Any
+            for key, state in optimizer.state.items():
+                if key in merged and isinstance(key, Tensor):  # two optimizers share a parameter
+                    state = {**merged[key], **{f"{inner} ({name})": value for inner, value in state.items()}}
+                elif key in merged:  # such as a count
+                    key = f"{key} ({name})"
+                merged[key] = state
         return merged
 
 

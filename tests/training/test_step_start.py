@@ -389,3 +389,11 @@ def test_a_copy_shares_nothing() -> None:
     tensors: list[Tensor] = [value["a"][0], value["c"]["d"]]  # type: ignore[index,call-overload]
     assert [float(x) for x in tensors] == [1.0, 0.0]
     assert value["b"][0].values == [1]  # type: ignore[index]
+
+
+def test_an_entry_beside_those_of_the_parameters_is_watched() -> None:
+    """MADGRAD counts its steps there."""
+    training = Training()
+    training.optimizer.state["k"] = torch.zeros(1)
+    assert training.head(lambda training: None) == []
+    assert training.head(lambda training: training.optimizer.state["k"].add_(1)) == ["the state of optimizer"]

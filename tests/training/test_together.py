@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 import elastic_launch as el
-from elastic_launch import snapshot
+from elastic_launch import faults, snapshot
 from elastic_launch.errors import ElasticLaunchError, UsageError
 from elastic_launch.snapshot.storage import owner
 from elastic_launch.training.data.loader import epochs_of
 from elastic_launch.training.engine import Engine
-from elastic_launch.training.gradients.accumulation import ExactGradients
+from elastic_launch.training.flips import Flips
+from elastic_launch.training.gradients.accumulation import ExactGradients, Gradients
 from elastic_launch.training.ranks.replicas import replicated
 from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
@@ -489,6 +490,26 @@ def test_the_states_of_two_optimizers_with_a_parameter_in_common_are_all_compare
         break
     names = [name for name, _ in replicated(model, Optimizers(members))()]
     assert names[-2:] == ["optimizer's momentum_buffer of 'weight'", "optimizer's momentum_buffer (b) of 'weight'"]
+
+
+def test_entries_beside_those_of_the_parameters_are_all_in_the_merged_state() -> None:
+    """MADGRAD counts its steps there."""
+    members = {name: torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1) for name in "ab"}
+    for number, each in enumerate(members.values()):
+        each.state["k"] = torch.tensor([number])
+    assert Optimizers(members).state == {"k": torch.tensor([0]), "k (b)": torch.tensor([1])}
+
+
+def test_a_planned_flip_takes_a_state_with_entries_beside_those_of_the_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.state["sum"] = torch.ones(3)
+    planned = [faults.Fault(step=0, rank=0, do="flip", of="optimizer")]
+    monkeypatch.setattr(faults, "flips", lambda step: planned)
+    Flips().begin(0, 0, Gradients(model, optimizer, 1, 0), optimizer)
+    assert int((optimizer.state["sum"] != 1).sum()) == 1
 
 
 class Sam(torch.optim.SGD):

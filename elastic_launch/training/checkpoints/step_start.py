@@ -371,7 +371,9 @@ class StepStart:
         known: dict[str, tuple[list[Any], list[int]]] = {}
         if others:
             for name, optimizer in self._optimizers.items():
-                values: list[Any] = [*chain.from_iterable(map(dict.values, optimizer.state.values()))]
+                # An optimizer may have an entry beside those of the parameters, such as a count.
+                each = (x.values() if isinstance(x, dict) else (x,) for x in optimizer.state.values())
+                values: list[Any] = [*chain.from_iterable(each)]
                 known[name] = self._of_optimizer(name, values)
             for name, scaler in self._scalers.items():
                 # Its methods that return these wait for the GPU.
