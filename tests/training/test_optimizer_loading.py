@@ -183,3 +183,29 @@ def test_a_new_optimizer_gets_states_with_the_strides_of_its_parameters(name: st
     one, other = tensors(expected), tensors(resumed)
     assert {key: value.stride() for key, value in other.items()} == {key: value.stride() for key, value in one.items()}
     assert torch.equal(resumed.param_groups[0]["params"][0], expected.param_groups[0]["params"][0])
+
+
+def test_tensors_in_lists_tuples_and_dicts_stay_and_keep_their_dtypes() -> None:
+    optimizer = made(OPTIMIZERS["SGD"], torch.bfloat16)
+    for number, parameter in enumerate(optimizer.param_groups[0]["params"]):
+        value = torch.full_like(parameter, number + 1 / 3, dtype=torch.float32)
+        optimizer.state[parameter] = {"moments": [value], "pair": (value + 1, 2), "by": {"name": {"of": value + 2}}}
+    saved = deepcopy(optimizer.state_dict())
+
+    def inner() -> list[torch.Tensor]:
+        states = optimizer.state.values()
+        return [each for x in states for each in (x["moments"][0], x["pair"][0], x["by"]["name"]["of"])]
+
+    at = inner()
+    then = [each.clone() for each in at]
+    for each in at:
+        each.zero_()
+    load_optimizer(optimizer, saved)
+    for own, now, was in zip(at, inner(), then, strict=True):
+        assert now is own
+        assert torch.equal(now, was)
+    optimizer.state.clear()
+    load_optimizer(optimizer, saved)
+    assert [each.dtype for each in inner()] == [torch.float32] * 6
+    assert all(map(torch.equal, inner(), then))
+    assert [state["pair"][1] for state in optimizer.state.values()] == [2, 2]

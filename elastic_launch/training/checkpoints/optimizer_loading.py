@@ -35,17 +35,31 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -
         found, there = optimizer.state.get(parameter), saved["state"].get(number)
         if not isinstance(found, dict) or not isinstance(there, dict):
             continue
-        for key, value in found.items():
-            was = there.get(key)
-            if isinstance(value, Tensor) and isinstance(was, Tensor) and value.dtype != was.dtype:
-                value = was.to(value.device, copy=True)
-            dense = type(value) is Tensor and value.layout is parameter.layout is torch.strided
-            if dense and value.shape == parameter.shape and value.stride() != parameter.stride():
-                # A state has no strides, and fused optimizers go through memory: an optimizer makes its own like this.
-                value = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
-            found[key] = into(before.get(parameter, {}).get(key), value, written)
+        own = before.get(parameter, {})
+        found.update({k: _restored(own.get(k), value, there.get(k), parameter, written) for k, value in found.items()})
     for then, group in zip(options, optimizer.param_groups, strict=True):
         group.update({key: into(then.get(key), value, written) for key, value in group.items() if key != "params"})
+
+
+def _restored(mine: object, value: Any, was: object, parameter: Tensor, written: set[int]) -> Any:
+    """Return what torch has loaded for a parameter, with the dtypes that it was saved with, in the tensors there.
+
+    ``mine`` and ``was`` are what the optimizer had before, and what was saved.
+    """
+    if type(value) is dict and isinstance(was, Mapping):
+        own = mine if isinstance(mine, Mapping) else {}
+        return {k: _restored(own.get(k), item, was.get(k), parameter, written) for k, item in value.items()}
+    if type(value) in (list, tuple) and isinstance(was, list | tuple):
+        before = mine if isinstance(mine, list | tuple) and len(mine) == len(value) else [None] * len(value)
+        items = zip(before, value, was, strict=True)
+        return type(value)(_restored(own, item, then, parameter, written) for own, item, then in items)
+    if isinstance(value, Tensor) and isinstance(was, Tensor) and value.dtype != was.dtype:
+        value = was.to(value.device, copy=True)
+    dense = type(value) is Tensor and value.layout is parameter.layout is torch.strided
+    if dense and value.shape == parameter.shape and value.stride() != parameter.stride():
+        # A state has no strides, and fused optimizers go through memory: an optimizer makes its own like this.
+        value = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+    return into(mine, value, written)
 
 
 def _pairs(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> Iterator[tuple[int, Tensor]]:
