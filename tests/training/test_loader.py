@@ -336,5 +336,8 @@ def test_an_unknown_option_is_a_type_error() -> None:
 def test_a_seed_is_a_whole_number_of_any_type() -> None:
     loader = ElasticLoader(TensorDataset(torch.arange(8)), GlobalBatch(4, 2), seed=np.int64(3))  # type: ignore[arg-type]
     assert type(loader.seed) is int
-    with pytest.raises(UsageError, match="seed=None is not a number"):
-        ElasticLoader(TensorDataset(torch.arange(8)), GlobalBatch(4, 2), seed=None)  # type: ignore[arg-type]
+    seed: Any
+    for seed in (None, "a", 0.5, torch.tensor(0.5)):
+        with pytest.raises(UsageError) as raised:
+            ElasticLoader(TensorDataset(torch.arange(8)), GlobalBatch(4, 2), seed=seed)
+        assert f"seed={seed!r} is not a whole number.\n  Give one, such as seed=0." in str(raised.value)

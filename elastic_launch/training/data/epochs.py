@@ -119,10 +119,10 @@ class Epochs(ABC):
         self, batch: GlobalBatch, seed: int, length: int, steps_per_epoch: int, options: Mapping[str, Any]
     ) -> None:
         self.batch = batch
-        if hasattr(seed, "__index__"):
+        try:
             seed = operator.index(seed)  # a checkpoint cannot hold NumPy's
-        elif not isinstance(seed, str | float):
-            raise UsageError(f"seed={seed!r} is not a number.", "Give a whole number, such as seed=0.")
+        except TypeError:
+            raise UsageError(f"seed={seed!r} is not a whole number.", "Give one, such as seed=0.") from None
         self.seed = seed
         self.length = length
         self.steps_per_epoch = steps_per_epoch
