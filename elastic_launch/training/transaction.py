@@ -10,6 +10,7 @@ Only whole steps are saved.
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from elastic_launch.errors import REPEATS_NOTE, ElasticLaunchError, UsageError
 from elastic_launch.training.checkpoints.resumed import Outcome
-from elastic_launch.training.data.batches import versions
+from elastic_launch.training.data.batches import NotedBatch
 from elastic_launch.training.data.epochs import Epochs
 from elastic_launch.training.gradients.accumulation import Bits, ExactGradients
 from elastic_launch.training.gradients.means import Means
@@ -131,7 +132,7 @@ class Transaction:
         self._check: StepCheck | None = None  # if the current pass is verified
         self._empty = False  # whether the current pass counts nothing, and its backward() is to come
         self._alone = MicroBatchContext(collectives.refuse if share.gradients.exact else collectives.warn)
-        self._drawn: list[tuple[Any, list[tuple[int, int]]]] = []  # micro-batches and versions, for a second pass
+        self._drawn: list[NotedBatch] = []  # micro-batches, for a second pass
 
     @property
     def number(self) -> int:
@@ -415,17 +416,24 @@ class Transaction:
         if not self._rules.optimizers.several:
             return next(self.share.batches)
         if number == len(self._drawn):
-            drawn = next(self.share.batches)
-            self._drawn.append((drawn, versions(drawn)))
-        sample, before = self._drawn[number]
-        if versions(sample) != before:
-            index = self.share.plan.micro_batches[number].index
+            self._drawn.append(NotedBatch(next(self.share.batches)))
+        noted, index = self._drawn[number], self.share.plan.micro_batches[number].index
+        if not noted.shows:
+            try:
+                return copy.deepcopy(noted.batch)
+            except Exception as error:  # noqa: BLE001 - of the script's classes
+                raise UsageError(
+                    f"step {self.number}: micro-batch {index} cannot be copied ({type(error).__name__}: {error}), and "
+                    "each pass must get it unchanged.",
+                    "Have the loader give tensors, numbers and strings, and lists and dicts of them.",
+                ) from None
+        if not noted.is_as_it_was():
             raise UsageError(
                 f"step {self.number}: the script changed micro-batch {index} in place in an earlier pass, and the next "
                 "pass would get the changed values.",
                 "Change a copy: x = x * 2, for example, and not x *= 2.",
             )
-        return sample
+        return noted.batch
 
     def backward(self, loss: Tensor, weight: float | None, metrics: Mapping[str, Tensor | float]) -> None:
         """Run the backward pass of the current micro-batch; see :meth:`elastic_launch.Step.backward`."""

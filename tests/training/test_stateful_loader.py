@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from rank_threads import Messages
@@ -15,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import elastic_launch as el
 from elastic_launch.errors import UsageError
+from elastic_launch.training.data.content import digest
 from elastic_launch.training.data.loader import epochs_of
 from elastic_launch.training.ranks import exchange
 from elastic_launch.training.ranks.world import World
@@ -101,6 +104,64 @@ def test_a_micro_batch_is_given_again_as_it_was() -> None:
     assert again == undisturbed(2)[1:]
     assert Reading.made[:1] == [1], "only the one that was changed is read again"
     assert told(drawn(loader, range(1))) == told([first]) == undisturbed(1), "and one that is longer ago"
+
+
+class Batch:
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+@dataclass
+class Pair:
+    x: Any
+    y: Any
+
+
+def doubled_object(batch: Any) -> None:
+    batch.x = batch.x * 2
+
+
+def doubled_array(batch: Any) -> None:
+    batch["x"] *= 2
+
+
+def doubled_number(batch: Any) -> None:
+    batch["meta"]["scale"] *= 2
+
+
+def doubled_inference_tensor(batch: Any) -> None:
+    with torch.inference_mode():
+        batch["x"].mul_(2)
+
+
+def inference_tensor() -> Tensor:
+    with torch.inference_mode():
+        return torch.ones(2)
+
+
+CHANGES = [
+    (lambda: Batch(torch.ones(2)), doubled_object),
+    (lambda: Pair(np.ones(2), torch.ones(2)), doubled_object),
+    (lambda: {"x": np.ones(2)}, doubled_array),
+    (lambda: {"x": torch.ones(2), "meta": {"scale": 1.0, "name": None}}, doubled_number),
+    (lambda: {"x": inference_tensor()}, doubled_inference_tensor),
+]
+
+
+@pytest.mark.parametrize(("make", "change"), CHANGES)
+def test_what_the_script_has_changed_in_place_is_not_given_again(make: Any, change: Any) -> None:
+    class Making(Reading):
+        def __iter__(self) -> Iterator[Any]:
+            for _ in super().__iter__():
+                yield make()
+
+    loader = el.StatefulLoader(Making, BATCH)
+    batch = drawn(loader, range(1))[0][0]
+    before = digest([batch, getattr(batch, "x", None)])
+    change(batch)
+    assert digest([batch, getattr(batch, "x", None)]) != before
+    again = drawn(loader, range(1))[0][0]
+    assert digest([again, getattr(again, "x", None)]) == before
 
 
 @pytest.mark.parametrize("collected", [0, 2, 3, 5])

@@ -291,6 +291,43 @@ def test_a_micro_batch_that_the_first_pass_has_changed_is_not_given_to_the_secon
         next(iter(step))
 
 
+class Rows:
+    """Rows in an array, which a pass may change in place without a trace."""
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+@pytest.mark.parametrize(
+    "collate", [lambda rows: {"x": torch.stack(rows).numpy()}, lambda rows: Rows(torch.stack(rows))]
+)
+def test_what_may_have_changed_without_a_trace_is_given_to_each_pass_as_it_was(collate: Any) -> None:
+    gan, seen = Gan(), list[float]()
+    loader = el.ElasticLoader([*REAL], el.GlobalBatch(16, 4), collate_fn=collate)
+    steps = _run().steps(loader, gan.models, gan.optimizers, until=1)
+    step = next(steps)
+    for name, loss in (("d", gan.loss_d), ("g", gan.loss_g)):
+        for batch in step:
+            if isinstance(batch, Rows):
+                batch.x = x = batch.x * 2
+            else:
+                batch["x"] *= 2
+                x = torch.from_numpy(batch["x"])
+            seen.append(float(x.sum()))
+            step.backward(loss(x))
+        step.update(optimizer=name)
+    assert seen[:4] == seen[4:]
+
+
+def test_what_cannot_be_given_to_each_pass_as_it_was_is_refused() -> None:
+    gan = Gan()
+    loader = el.ElasticLoader([*REAL], el.GlobalBatch(16, 4), collate_fn=lambda rows: (row for row in rows))
+    steps = _run().steps(loader, gan.models, gan.optimizers, until=1)
+    step = next(steps)
+    with pytest.raises(UsageError, match=r"step 1: micro-batch 0 cannot be copied \(TypeError: .*\), and each pass"):
+        next(iter(step))
+
+
 @pytest.mark.parametrize("together", [False, True])
 def test_an_optimizer_that_the_script_also_steps_is_refused(together: bool) -> None:
     """A line left over from a plain loop would apply the gradients twice."""

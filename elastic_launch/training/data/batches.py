@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
 from elastic_launch.batch import MicroBatch
@@ -152,9 +154,46 @@ def check_length(what: str, data: Sized, length: int) -> None:
         )
 
 
-def versions(batch: Any) -> list[tuple[int, int]]:
-    """Return ``(id, version)`` of each tensor in a collated micro-batch; in-place changes raise the version."""
-    return [(id(tensor), 0 if tensor.is_inference() else tensor._version) for tensor in tensors_in(batch)]
+class NotedBatch:
+    """A collated micro-batch, and how it was.
+
+    Attributes:
+        shows: whether any change of it in place can be noticed. One of a NumPy array or of a script's object cannot.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+        self._parts = [*_parts(batch)]
+        self.shows = all(version is not None for _, version in self._parts)
+
+    def is_as_it_was(self) -> bool:
+        """Whether it is known to be unchanged."""
+        now = [*_parts(self.batch)]
+        return self.shows and len(now) == len(self._parts) and all(map(_same, now, self._parts))
+
+
+def _parts(value: Any) -> Iterator[tuple[Any, int | None]]:
+    """Yield what a micro-batch consists of, with the version of each part: None if it may change unnoticed."""
+    if isinstance(value, Tensor):
+        yield value, None if value.is_inference() else value._version
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _parts(item)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield key, 0
+            yield from _parts(item)
+    elif is_dataclass(value) and hasattr(value, "__dict__") and not isinstance(value, type):
+        yield from _parts(vars(value))
+    else:
+        yield value, 0 if value is None or isinstance(value, str | bytes | int | float | complex) else None
+
+
+def _same(one: tuple[Any, int | None], other: tuple[Any, int | None]) -> bool:
+    (now, version), (before, version_before) = one, other
+    # Comparing tensors would take long, and NaN is not equal to itself.
+    same = now is before or (not isinstance(now, Tensor) and type(now) is type(before) and now == before)
+    return same and version == version_before
 
 
 def _seeded(seed: int) -> AbstractContextManager[None]:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from elastic_launch.batch import GlobalBatch, MicroBatch
 from elastic_launch.errors import UsageError
-from elastic_launch.training.data.batches import BatchSource, Drawn, versions
+from elastic_launch.training.data.batches import BatchSource, Drawn, NotedBatch
 from elastic_launch.training.data.epochs import FunctionEpochs
 from elastic_launch.training.data.loader import Loader, checked_batch, steps_in_epoch
 from elastic_launch.training.data.samplers import SAMPLE_ORDER
@@ -138,8 +138,7 @@ class _Reader:
         self.position = position
         # Number of the pass, micro-batches given in it, the loader's state, whether the pass is known to have ended.
         self._pass, self._given, state, _ = place
-        self._last: Any = _END
-        self._versions: list[tuple[int, int]] = []
+        self._last: NotedBatch | None = None
         with self._seeded("open"):
             if state is None:
                 self._batches = self._begun()
@@ -152,20 +151,21 @@ class _Reader:
         """Whether it can give the micro-batch of a position: a later one, or the last one as it was."""
         if position != self.position - 1:
             return position >= self.position
-        return self._last is not _END and versions(self._last) == self._versions
+        return self._last is not None and self._last.is_as_it_was()
 
     def draw(self, position: int) -> Any:
         """Return the micro-batch of a position that it reaches."""
         self.advance(position + 1)
+        assert self._last is not None
+        batch = self._last.batch
         # Another container, which the script may change.
-        return copy.copy(self._last) if isinstance(self._last, MutableMapping | list) else self._last
+        return copy.copy(batch) if isinstance(batch, MutableMapping | list) else batch
 
     def advance(self, position: int) -> None:
         """Give up the micro-batches before a position."""
         while self.position < position:
             with self._seeded(self.position):
-                self._last = self._next()
-            self._versions = versions(self._last)
+                self._last = NotedBatch(self._next())
             self.position += 1
             self._given += 1
 
