@@ -238,7 +238,7 @@ def evaluated(
         together: whether all ranks call ``measure`` equally often, since a sharded model needs all of them; the results
             of further calls are not used.
     """
-    epochs = epochs_of(loader)
+    epochs = epochs_of(loader).evaluated()
     epochs.check_lengths()
     check_same(world, {**epochs.identity, "metrics": list(metrics)})
     steps, size, place = loader.steps_per_epoch, world.data_size, world.data_rank
@@ -308,8 +308,13 @@ def _state_of(tensor: Tensor) -> tuple[int | None, Tensor]:
 
 
 def checked_eval_loader(where: str, loader: Loader) -> Loader:
-    """Return a loader of evaluation data; refuse anything else, and one without an end."""
+    """Return a loader of evaluation data; refuse anything else, one without an end, and one that has one place."""
     check_loader(where, loader)
     if loader.steps_per_epoch == ENDLESS:
         raise UsageError(f"{where} has no end.", "Give FunctionLoader(steps_per_epoch=...): an evaluation is an epoch.")
+    if epochs_of(loader).bound:
+        raise UsageError(
+            f"{where}: a loader that was made for one rank has one place, which is that of a training.",
+            "Give el.StatefulLoader a function (shard, shards) -> loader; or give an el.ElasticLoader.",
+        )
     return loader

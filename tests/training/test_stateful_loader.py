@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -308,6 +309,34 @@ def test_a_torch_loader_has_the_state_of_its_dataset() -> None:
     epochs_of(two).part.load_state_dict(epochs_of(one).part.state_dict())
     batches = epochs_of(two).epoch_from(3, 1, 0)
     assert next(batches).tolist() == [[0, 0, 6], [0, 0, 7]]
+
+
+def test_an_evaluation_of_the_data_that_train_leaves_the_training_where_it_is(tmp_path: Path) -> None:
+    loader = el.StatefulLoader(Reading, BATCH, steps_per_epoch=3)
+    seen: list[Any] = []
+
+    def measure(batch: Any) -> dict[str, float]:
+        seen.append(batch)
+        return {"loss": 1.0}
+
+    model, trained = torch.nn.Linear(2, 1), list[Any]()
+    saving = {"evaluator": el.Evaluator(loader, measure, every="2ba"), "checkpoint": el.Checkpoint(tmp_path, every=1)}
+    with el.session() as run:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for step in run.steps(loader, model, optimizer, until="4ba", exact=True, **saving):
+            trained.append([])
+            for batch in step:
+                trained[-1].append(batch)
+                step.backward(model(batch["noise"]))
+            step.update()
+    assert told(trained) == undisturbed(4)
+    assert told([seen[:12], seen[12:]]) == [[micro for step in undisturbed(3) for micro in step]] * 2
+
+
+def test_the_loader_of_a_rank_cannot_evaluate() -> None:
+    loader = el.StatefulLoader(Reading(0, 1), BATCH, steps_per_epoch=3)
+    with pytest.raises(UsageError, match=r"Evaluator\(loader=...\): .* has one place, which is that of a training"):
+        el.Evaluator(loader, lambda batch: {"loss": 1.0})
 
 
 def test_epochs_count_steps() -> None:

@@ -174,6 +174,10 @@ class Epochs(ABC):
         other._data_loader = other._made()
         return other
 
+    def evaluated(self) -> Self:
+        """Return the epochs from which an evaluation reads: it begins with step 0, wherever a training is."""
+        return self
+
     def spare(self, step: int, micro: int = 0) -> Any:
         """Return a micro-batch of a step's global batch, by its index there, on any rank."""
         with closing(self.apart().epoch_from(step, 1, 0)) as batches:

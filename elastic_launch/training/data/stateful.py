@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from torch.utils.data import DataLoader, Dataset
 
@@ -221,6 +221,10 @@ class Shards:
         self._own: list[int] = []
         self._readers: dict[int, _Reader] = {}
 
+    def anew(self) -> Shards:
+        """Return the same shards at their beginning, of which only a function makes several."""
+        return Shards(self._make, self._batch, self._seed)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the places of all shards; they hold for the step that is noted, and any later one."""
         return {"step": self._step, "shards": self._places}
@@ -390,6 +394,11 @@ class _StatefulEpochs(FunctionEpochs):
 
     def contents(self, step: int, micro: int) -> str:
         return f"what the loader of its shard gives for step {step} and micro-batch {micro}"
+
+    def evaluated(self) -> Self:
+        other = copy.copy(self)
+        other.part = self.part.anew()
+        return super(_StatefulEpochs, other).apart()
 
     def check_exact(self) -> None:
         """Accept generators: they belong to the loader's state."""
