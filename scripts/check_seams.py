@@ -24,6 +24,7 @@ FOREIGN = {
     "the environment: its type, and the dict behind it": "_Environ _data",
     "NumPy's own generator, behind its global functions": "_rand",
     "fsspec's directory of a path": "_parent",
+    "what fetches in a process of torch's loaders": "_IterableDatasetFetcher _MapDatasetFetcher",
     "how torch was told to log and to meet, of its objects": "_local_ranks_filter _redirects _registry _tee",
     "what fully_shard has made, of torch's objects": "_all_gather_comm _fsdp_param_group _fsdp_param_groups "
     "_get_fsdp_state _init_sharded_param _init_sharded_post_forward_param_metadata _is_root _local_tensor "

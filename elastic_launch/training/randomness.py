@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 import random
 import sys
 from collections.abc import Iterator
@@ -31,6 +32,13 @@ def seed_all(seed: int, *, devices: bool) -> None:
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed % 2**32)
+
+
+def random_state() -> bytes:
+    """Return the state of the generators that :func:`seed_all` seeds, but for those of devices."""
+    numpy = sys.modules.get("numpy")
+    numpys = numpy.random.get_state(legacy=False) if numpy else None
+    return pickle.dumps((torch.default_generator.get_state().tolist(), random.getstate(), numpys))
 
 
 @contextmanager

@@ -5,6 +5,7 @@
 ``samplers``     the sample at each position of an epoch
 ``streams``      shards as one dataset
 ``stateful``     loaders that have a state
+``loader_processes``  what their processes draw
 ``permutation``  random order in constant memory
 ``batches``      fetches one micro-batch, in any process
 ``content``      hashes of a few samples, which ranks compare

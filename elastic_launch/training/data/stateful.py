@@ -19,6 +19,7 @@ from elastic_launch.errors import UsageError
 from elastic_launch.training.data.batches import BatchSource, Drawn, NotedBatch
 from elastic_launch.training.data.epochs import FunctionEpochs
 from elastic_launch.training.data.loader import Loader, checked_batch, steps_in_epoch
+from elastic_launch.training.data.loader_processes import LoaderProcesses
 from elastic_launch.training.data.samplers import SAMPLE_ORDER
 from elastic_launch.training.randomness import derive, seeded
 from elastic_launch.training.ranks.exchange import broadcast_state, numbers_of_all, states_of_all
@@ -71,7 +72,10 @@ class StatefulLoader(Loader):
             (``run.world.data_rank`` of ``run.world.data_size``). A process then ends with its round, and the script
             makes the loader for the new rank.
         batch: the global batch; ``size`` is a multiple of ``micro``.
-        seed: seed of the random numbers that a loader draws in this process.
+        seed: seed of the random numbers that a loader draws from the global generators: in this process, and in those
+            of a torch ``DataLoader``. There the numbers of a map-style dataset derive from the seed, the shard, the
+            pass and the batch's indices. With ``exact=True`` a dataset there that is iterable and has a state must draw
+            none, but at the beginning of a pass.
         steps_per_epoch: number of optimizer steps that count as an epoch; None: there are no epochs, and lengths are
             given in steps (``"1000ba"``).
         reshard: with a loader, gives the states for another world size: a function ``(states, world_size) -> states``,
@@ -132,9 +136,12 @@ class _Reader:
         position: number of micro-batches that the shard has given in the whole training.
     """
 
-    def __init__(self, loader: Any, place: Sequence[Any], position: int, name: str, seed: int) -> None:
+    def __init__(self, loader: Any, place: Sequence[Any], position: int, name: str, seed: int, *, exact: bool) -> None:
         self._loader, self._stateful = loader, _stateful(loader)
         self._name, self._seed = name, seed
+        self._processes: LoaderProcesses | None = None
+        if isinstance(loader, DataLoader) and loader.num_workers:
+            self._processes = LoaderProcesses.of(loader, f"{seed}/{name}", exact=exact)
         self.position = position
         # Number of the pass, micro-batches given in it, the loader's state, whether the pass is known to have ended.
         self._pass, self._given, state, _ = place
@@ -202,6 +209,8 @@ class _Reader:
         return iter(self._loader)
 
     def _tell_pass(self) -> None:
+        if self._processes is not None:
+            self._processes.begin_pass(self._pass)
         for one in (self._loader, getattr(self._loader, "sampler", None), getattr(self._loader, "dataset", None)):
             if callable(set_epoch := getattr(one, "set_epoch", None)):
                 set_epoch(self._pass)
@@ -219,11 +228,14 @@ class Shards:
         self._make, self._batch, self._seed = make, batch, seed
         self._step, self._places = 0, list[list[Any]]()  # of all shards, at this step; none: at the beginning
         self._own: list[int] = []
+        self.exact = False  # whether what their processes draw must be the same after a restart
         self._readers: dict[int, _Reader] = {}
 
     def anew(self) -> Shards:
         """Return the same shards at their beginning, of which only a function makes several."""
-        return Shards(self._make, self._batch, self._seed)
+        other = Shards(self._make, self._batch, self._seed)
+        other.exact = self.exact
+        return other
 
     def state_dict(self) -> dict[str, Any]:
         """Return the places of all shards; they hold for the step that is noted, and any later one."""
@@ -291,7 +303,7 @@ class Shards:
         name = f"shard {shard}"
         with seeded(derive("shard", self._seed, name, "make"), devices=True):
             loader = self._loader(shard)
-        reader = _Reader(loader, place, self._position(self._step), name, self._seed)
+        reader = _Reader(loader, place, self._position(self._step), name, self._seed, exact=self.exact)
         self._readers[shard] = reader
         return reader
 
@@ -401,7 +413,8 @@ class _StatefulEpochs(FunctionEpochs):
         return super(_StatefulEpochs, other).apart()
 
     def check_exact(self) -> None:
-        """Accept generators: they belong to the loader's state."""
+        """Accept generators: they belong to the loader's state. Its processes look at the global ones."""
+        self.part.exact = True
 
     def _source(self) -> BatchSource:
         hint = "Give the loader batch_size=micro, and drop_last=True: all micro-batches have the same size."

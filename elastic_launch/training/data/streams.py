@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
-import random
-import sys
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +23,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from elastic_launch.errors import UsageError
 from elastic_launch.training.data.permutation import Permutation
-from elastic_launch.training.randomness import derive
+from elastic_launch.training.randomness import derive, random_state
 
 Shard = str | os.PathLike[str]
 
@@ -292,14 +289,14 @@ class _Reader:
         return self._kept[offset - self._at]
 
     def _advance(self, stop: int) -> None:
-        before = _random_state() if not self._at else None
+        before = random_state() if not self._at else None
         while self._at < stop:
             sample = next(self._samples, _END)
             if sample is _END:
                 raise _wrong(self._name, f"has {self._at} samples, and lengths= says {self._length}")
             self._kept.append(sample)
             self._at += 1
-        if before is not None and before != _random_state():
+        if before is not None and before != random_state():
             raise UsageError(
                 f"ShardedStream: open() draws random numbers when it reads {self._name!r}. They depend on what this "
                 "process has read before, so they would differ in another world and after a restart.",
@@ -444,10 +441,3 @@ def _size(shard: Shard) -> int | None:
 def _close(samples: Any) -> None:
     if callable(close := getattr(samples, "close", None)):
         close()
-
-
-def _random_state() -> bytes:
-    """Return the state of the generators that :func:`~elastic_launch.training.randomness.seed_all` seeds."""
-    numpy = sys.modules.get("numpy")
-    numpys = numpy.random.get_state(legacy=False) if numpy else None
-    return pickle.dumps((torch.default_generator.get_state().tolist(), random.getstate(), numpys))
