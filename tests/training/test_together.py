@@ -234,7 +234,7 @@ def test_a_later_loop_takes_no_directory_again(tmp_path: Path) -> None:
     assert train("b", 3) == marks[1]
     assert train("a", 3) == marks[0]
     saved = [info.meta["branch"] for info in snapshot.find(tmp_path / "a")]
-    assert len({(branch["epoch"], branch["since"]) for branch in saved}) == 1
+    assert len({(branch["epoch"], branch["run"]) for branch in saved}) == 1
     assert len(saved) == 2
 
 
