@@ -12,7 +12,7 @@ from elastic_launch.contract import ENV_ROUND, Ready
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.ranks.agreement import Agreement, Wishes
 from elastic_launch.training.ranks.world import World, environment
-from elastic_launch.training.stopping import StopSource, Termination
+from elastic_launch.training.stopping import UNCONFIRMED, StopSource, Termination
 
 
 class Drain:
@@ -99,10 +99,10 @@ class Drain:
             The exit code. The process must now end by raising
             :class:`~elastic_launch.training.stopping.DrainedExit` with it.
         """
-        code = self._stop.exit_code(agent=self._link.present)
         if self._agreement is not None:
             self._agreement.settle()
-        self._link.drained(self._step, time.monotonic() - self._reached)
+        confirmed = self._link.drained(self._step, time.monotonic() - self._reached)
+        code = self._stop.exit_code(agent=self._link.present) if confirmed else UNCONFIRMED
         self.end()
         return code
 

@@ -86,6 +86,8 @@ class Engine:
         self._settings = settings
         self._unchecked = False
         self._drained = False
+        self.unconfirmed = False
+        """Whether the agent has not confirmed the drain, see :meth:`AgentLink.drained`."""
         self._joining = threading.RLock()
 
     @property
@@ -344,7 +346,7 @@ class Engine:
         if not self._drained:
             self._drained = True
             faults.reached("leave", self.rounds.step)
-            self.rounds.link.drained(self.rounds.step, self.saver.seconds)
+            self.unconfirmed = not self.rounds.link.drained(self.rounds.step, self.saver.seconds)
 
     def leave_if_draining(self) -> None:
         """End the process, through the end of the session, if the training continues in other processes."""

@@ -440,11 +440,17 @@ class AgentLink:
         """Report that checkpoints were removed, since they may be wrong; ``left``: step of the newest that is left."""
         self.say(c.WorkerSaved(left, "", self._training, withdrew=True))
 
-    def drained(self, step: int, seconds: float) -> None:
-        """Report that all ranks have stopped after a step, and how long the save took; the agent confirms it."""
+    def drained(self, step: int, seconds: float) -> bool:
+        """Report that all ranks have stopped after a step, and how long the save took.
+
+        Returns:
+            False if the agent has not confirmed it: then it may take an exit code of 0 for the end of the training.
+        """
         self.say_noted(c.Drained(step, seconds))
-        if not self._noted and self._sock is not None:
+        known = self._noted or self._sock is None
+        if not known:
             _log.warning("the agent has not confirmed that this worker is drained")
+        return known
 
     def say_noted(self, message: c.Message) -> None:
         """Send a message that the agent confirms, and wait for that."""

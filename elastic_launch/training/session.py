@@ -45,7 +45,7 @@ from elastic_launch.training.ranks.world import (
 )
 from elastic_launch.training.rounds import CONFIRMED, AskedLive
 from elastic_launch.training.steps import Step
-from elastic_launch.training.stopping import DrainedExit
+from elastic_launch.training.stopping import UNCONFIRMED, DrainedExit
 from elastic_launch.training.swapping import mode_swapped, weights_swapped
 from elastic_launch.training.together import as_part
 from elastic_launch.training.verification import share_of
@@ -666,4 +666,4 @@ def _ended_in_order(engine: Engine, found: bool) -> Iterator[None]:
     if not found:
         leave()
     if drained is not None:
-        raise drained
+        raise DrainedExit(UNCONFIRMED) if engine.unconfirmed else drained

@@ -36,6 +36,10 @@ class StopSource(IntEnum):
         return 0 if agent or self is StopSource.AGENT else 128 + signal.SIGTERM
 
 
+UNCONFIRMED = 128 + signal.SIGTERM
+"""Exit code after a drain of which the agent may not know: with 0 it would take the training for finished."""
+
+
 class DrainedExit(SystemExit):
     """Ends the process after a step boundary. The state is saved, and another process continues from it.
 

@@ -484,6 +484,26 @@ def test_impossible_progress_is_none(step: int, at: float) -> None:
         assert reached.step == 4
 
 
+def test_what_a_worker_has_said_last_is_known_before_its_exit(control: Control, said: Said) -> None:
+    """Else the exit of a drained one, with 0, would be the end of the training."""
+    for step in range(100):
+        with worker(control, said, 0) as sock:
+            sock.sendall(c.pack(c.Drained(step, 0.0)))
+        control.after_reading(lambda: said.put("its exit"))
+        assert said.get(timeout=WAIT) == v.Reported(1, 0, c.Drained(step, 0.0))
+        assert said.get(timeout=WAIT) == "its exit"
+
+
+def test_an_exit_is_told_of_after_the_end_of_the_thread_too(said: Said, events: Events) -> None:
+    snapshot_store = SnapshotStore(lambda: True, lambda copied: True)
+    snapshot_store.start()
+    with contextlib.closing(snapshot_store):
+        with contextlib.closing(control_of(snapshot_store, said.put, events, 2, 7.0)) as control:
+            control.after_reading(lambda: said.put("before"))
+        control.after_reading(lambda: said.put("after"))
+    assert [said.get(timeout=WAIT) for _ in range(2)] == ["before", "after"]
+
+
 @pytest.mark.parametrize("code", [0, 3, 255, -2])
 def test_the_agent_receives_the_exit_code_of_a_script(code: int, control: Control, said: Said) -> None:
     """A worker writes this message itself, since it imports nothing at its end."""

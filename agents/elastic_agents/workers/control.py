@@ -13,8 +13,10 @@ import secrets
 import selectors
 import socket
 import struct
+import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -60,6 +62,9 @@ _FOR_AGENT = (
 
 PEERS_PER_WORKER = 4
 """Connections at once per worker of the node: those of the last round may not be closed yet."""
+
+_READS = 100
+"""How often the sockets are read before an exit is told of, if workers send all the time."""
 
 SPARE_PEERS = 16
 """Connections at once in addition to these."""
@@ -147,6 +152,8 @@ class Control:
         self._places: dict[tuple[int, str], c.WorkerHello] = {}
         self._crowded = False
         self._accept_at = 0.0
+        self._closing = self._ended = False
+        self._unread: deque[Callable[[], None]] = deque()
         self._thread = VitalThread(self._run, "control")
         self._thread.start()
 
@@ -266,27 +273,38 @@ class Control:
         reports = [report for local_rank in range(self._workers) if (report := self._progress.read(local_rank))]
         return max(reports, key=lambda report: (*report.position, -report.at), default=None)
 
+    def after_reading(self, then: Callable[[], None]) -> None:
+        """Call a function, in this object's thread, once it has read what workers have sent so far.
+
+        A process may end right after its last word, which says what its exit code means.
+        """
+        self._unread.append(then)
+        self._waker.wake()
+        if self._ended:
+            self._call_unread()
+
     def close(self) -> None:
+        self._closing = True
         self._waker.wake()
         self._thread.join(10)
         self._progress.close()
 
     def _run(self) -> None:
         try:
-            closing = False
-            while not closing:
-                for key, _ in self._selector.select(self._until_due()):
-                    if key.fileobj is self._waker:
-                        closing = True  # after reading what the workers have sent so far
-                    elif key.fileobj is self._listener:
-                        self._accept()
-                    else:
-                        assert isinstance(key.fileobj, socket.socket)
-                        self._receive(self._peers[key.fileobj])
+            while not self._closing:  # after reading what the workers have sent so far
+                self._read(self._until_due())
+                self._waker.clear()
+                due = len(self._unread)
+                for _ in range(_READS):
+                    if not due or not self._read(0.0):
+                        break
+                self._call_unread(due)
                 if self._step_events.until_progress() == 0.0:
                     self._look()
                     self._step_events.progress()
         finally:
+            self._ended = True
+            self._call_unread()
             self._look()
             self._step_events.close()
             for sock in self._peers:
@@ -294,6 +312,22 @@ class Control:
             self._selector.close()
             self._waker.close()  # here, since a thread that is busy must find it once it waits again
             self._listener.close()
+
+    def _call_unread(self, most: int = sys.maxsize) -> None:
+        with contextlib.suppress(IndexError):  # none is left
+            for _ in range(most):
+                self._unread.popleft()()
+
+    def _read(self, timeout: float | None) -> bool:
+        """Accept workers and read what they have sent; return whether there was anything."""
+        ready = [key.fileobj for key, _ in self._selector.select(timeout) if key.fileobj is not self._waker]
+        for file in ready:
+            if file is self._listener:
+                self._accept()
+            else:
+                assert isinstance(file, socket.socket)
+                self._receive(self._peers[file])
+        return bool(ready)
 
     def _until_due(self) -> float | None:
         """Return the seconds until this thread has something to do without being told."""
