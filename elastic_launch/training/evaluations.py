@@ -270,16 +270,27 @@ def evaluated(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode; on exit, restore the mode of each of its modules."""
+    """Put a model into evaluation mode; on exit, restore the mode of each of its modules.
+
+    By ``train()``, since a module may do more in it than set the mode: a LoRA layer merges its weights in evaluation
+    mode, and separates them again.
+    """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
         for module, mode in modes:
-            module.training = mode
+            if module.training != mode:
+                module.train(mode)
+            module.training = mode  # whatever its train() made of it
         for sharded in sharding_modules(model):
             sharded.reshard()
+
+
+def works_in_train(model: nn.Module) -> bool:
+    """Whether a change of the model's mode may change its weights: a module has a ``train()`` of its own."""
+    return any("train" in vars(each) or type(each).train is not nn.Module.train for each in model.modules())
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from elastic_launch.training.data.content import LATER
 from elastic_launch.training.data.epochs import Epochs
 from elastic_launch.training.durations import total_steps
 from elastic_launch.training.engine import Engine
-from elastic_launch.training.evaluations import evaluating, keeping_buffers
+from elastic_launch.training.evaluations import evaluating, keeping_buffers, works_in_train
 from elastic_launch.training.flips import Flips
 from elastic_launch.training.gradients.accumulation import ExactGradients, Gradients
 from elastic_launch.training.gradients.buffer_rules import buffers_of, ruled_names
@@ -739,6 +739,8 @@ class Loop:
                     self._owes_snapshot = False
                     stays = self._stays()
                     self.engine.step_done(self._after(self._step, evaluated=False), stays)
+                    if works_in_train(self._model):
+                        self.engine.saver.settle()  # before evaluation mode changes what is still being copied
                 if self._owes_evaluation:
                     self._evaluate()
                     self._include_registered()  # an evaluation may begin an average

@@ -97,3 +97,13 @@ def test_after_a_restart_only_an_evaluation_that_has_not_ended_is_done_again(
     for result in results:
         assert (result["rounds"], result["steps"]) == ([10], list(range(11, 19))), "no step is lost"
         assert result["evaluations"] == undisturbed["evaluations"][2:]
+
+
+@pytest.mark.slow
+def test_the_snapshot_before_an_evaluation_has_the_weights_of_training_mode(job: Job) -> None:
+    (job.work / "alone").mkdir()
+    run_script(SCRIPT, str(job.work / "alone"), "--merge")
+    (undisturbed,) = read_lines(job.work / "alone" / "results.jsonl")
+    results = run(job, "--no-live", "--nproc", "2", options=["--merge", "--die-in-evaluation", "1:10:1"])
+    assert_same(results, undisturbed)
+    assert [result["rounds"] for result in results] == [[10], [10]], "no step is lost"

@@ -6,7 +6,8 @@ once the others have come there. Snapshots in memory are complete before trainin
 With ``--torn S`` the last exchange of the evaluation after step S succeeds everywhere, but fails for rank 1 of the
 first round, as if the connection had been lost at its very end. With ``--fail S`` a callback fails after step S.
 With ``--checkpoint D`` the state is saved to that directory, but not before the end.
-With ``--shard`` the model is sharded over all ranks.
+With ``--shard`` the model is sharded over all ranks. With ``--merge`` its last layer has another weight in evaluation
+mode, and snapshots are copied slowly while training goes on.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
 import elastic_launch as el
+from elastic_launch.snapshot.memory.slot_state import SlotWriter
 from elastic_launch.training.callbacks import Evaluation, RoundStart, StepEnd
 from elastic_launch.training.checkpoints.memory import MemorySnapshots
 from elastic_launch.training.evaluations import evaluated
@@ -42,6 +45,7 @@ parser.add_argument("--die-in-step", default="0:0:0")
 parser.add_argument("--fail", type=int, default=0)
 parser.add_argument("--torn", type=int, default=0)
 parser.add_argument("--shard", action="store_true")
+parser.add_argument("--merge", action="store_true")
 args = parser.parse_args()
 
 
@@ -62,10 +66,21 @@ def here(step: int) -> str:
     return f"{run.world.round}-{step}-{'training' if model.training else 'evaluation'}"
 
 
+class Merging(nn.Linear):
+    """Changes its weight with its mode, as LoRA layers do."""
+
+    def train(self, mode: bool = True) -> Merging:
+        if mode != self.training:
+            self.weight.data *= 0.5 if mode else 2
+        super().train(mode)
+        return self
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 3))
+        last = Merging if args.merge else nn.Linear
+        self.body = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), last(16, 3))
         self.begun = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -112,8 +127,16 @@ def complete(*arguments: Any, **options: Any) -> bool:
     return store(*arguments, **options | {"wait": True})
 
 
-store = MemorySnapshots.store
-MemorySnapshots.store = complete  # type: ignore[method-assign]
+def slow(*arguments: Any) -> bool:
+    time.sleep(0.3)
+    return write(*arguments)
+
+
+store, write = MemorySnapshots.store, SlotWriter.write
+if args.merge:
+    SlotWriter.write = slow  # type: ignore[method-assign]
+else:
+    MemorySnapshots.store = complete  # type: ignore[method-assign]
 if args.torn:
     import elastic_launch.training.trainer
 

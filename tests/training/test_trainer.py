@@ -168,6 +168,31 @@ def test_evaluation_is_over_each_sample_once_and_leaves_the_modes_as_they_are() 
     assert case.trainer.history[-1].metrics == pytest.approx(expected)
 
 
+class Merging(nn.Linear):
+    """Changes its weight with its mode, as LoRA layers do; twice a number and half of it are exact."""
+
+    merged = False
+
+    def train(self, mode: bool = True) -> Merging:
+        super().train(mode)
+        if mode == self.merged:
+            self.merged = not mode
+            self.weight.data *= 0.5 if mode else 2
+        return self
+
+
+def test_a_layer_that_evaluation_mode_changes_is_trained_as_without_evaluations() -> None:
+    cases = Case(), Case(eval_loader=None)
+    for case in cases:
+        torch.manual_seed(0)
+        case.model[2], case.model[3] = nn.Sequential(Merging(8, 8)), nn.Sequential(Merging(8, 8)).eval()
+        case.trainer.fit("2ep")
+        assert [case.model[k][0].merged for k in (2, 3)] == [False, True]
+        assert [case.model[k][0].training for k in (2, 3)] == [True, False]
+    assert len(cases[0].trainer.history) == 2
+    assert cases[0].hash == cases[1].hash
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stop", [2, 3, 4])
 def test_all_of_it_is_restored(tmp_path: Path, precision: str, stop: int) -> None:
