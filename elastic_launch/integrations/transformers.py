@@ -48,6 +48,9 @@ class DrainCallback(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._owes = False
         self._drain.saved(state.global_step)
+        if self._drain.stops:
+            # This training has not ended: at an end, the Trainer with a limit of 1 deletes all but the best checkpoint.
+            args.save_total_limit, args.load_best_model_at_end = None, False
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

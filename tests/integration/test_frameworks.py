@@ -263,3 +263,11 @@ def test_lightning_fails_before_the_first_step_if_nothing_would_be_resumed(tmp_p
 def test_a_drained_trainer_saves_although_its_state_is_not_the_best(tmp_path: Path) -> None:
     run_script(str(SCRIPTS / "keeping_best.py"), str(tmp_path), "3", code=128 + signal.SIGTERM)
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-1", "checkpoint-3"}
+
+
+@pytest.mark.slow
+@installed("transformers")
+def test_a_trainer_that_may_keep_one_checkpoint_keeps_that_of_its_planned_stop_besides_the_best(tmp_path: Path) -> None:
+    printed = run_script(str(SCRIPTS / "keeping_best.py"), str(tmp_path), "3", "1", code=128 + signal.SIGTERM)
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-1", "checkpoint-3"}
+    assert "Loading best model" not in printed

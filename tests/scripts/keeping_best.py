@@ -1,6 +1,7 @@
-"""transformers' Trainer keeps the best checkpoint only: ``keeping_best.py DIRECTORY STEP``.
+"""transformers' Trainer keeps the best checkpoint: ``keeping_best.py DIRECTORY STEP [LIMIT]``.
 
-Each step ends with an evaluation, of which the first is the best. After STEP it gets SIGTERM.
+Each step ends with an evaluation, of which the first is the best. After STEP it gets SIGTERM. Without a LIMIT it saves
+only the best state; else each, of which it keeps so many, and it loads the best one at the end.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ def collate(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch
     return {"x": torch.stack(x), "labels": torch.stack(labels)}
 
 
+limit = int(sys.argv[3]) if len(sys.argv) > 3 else None
 data = TensorDataset(torch.ones(32, 1), torch.ones(32, 1))
 Trainer(
     Model(),
@@ -47,7 +49,11 @@ Trainer(
         learning_rate=0.0,
         eval_strategy="steps",
         eval_steps=1,
-        save_strategy="best",
+        save_strategy="best" if limit is None else "steps",
+        save_steps=1,
+        save_total_limit=limit,
+        log_level="info",
+        load_best_model_at_end=limit is not None,
         metric_for_best_model="loss",
         greater_is_better=False,
         use_cpu=True,
