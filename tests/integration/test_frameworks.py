@@ -271,3 +271,20 @@ def test_a_trainer_that_may_keep_one_checkpoint_keeps_that_of_its_planned_stop_b
     printed = run_script(str(SCRIPTS / "keeping_best.py"), str(tmp_path), "3", "1", code=128 + signal.SIGTERM)
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-1", "checkpoint-3"}
     assert "Loading best model" not in printed
+
+
+@pytest.mark.slow
+@installed("lightning")
+@pytest.mark.parametrize(("every", "accumulate", "steps"), [(4, 1, (3, 4, 8, 12, 16, 24)), (3, 3, (1, 3, 5))])
+def test_lightning_stops_after_what_is_due_at_a_step_and_goes_on_as_if_it_had_not_stopped(
+    tmp_path: Path, every: int, accumulate: int, steps: tuple[int, ...]
+) -> None:
+    """With the batches, validations, ends of epochs, and a ReduceLROnPlateau; the last step of all is no stop."""
+    printed = run_script(
+        str(SCRIPTS / "validating.py"), str(tmp_path), *map(str, (every, accumulate, 0, *steps)), timeout=200
+    )
+    undisturbed, *others = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    total = undisturbed["ends"][0]["steps"]
+    for step, other in zip(steps, others, strict=True):
+        assert other["done"] == undisturbed["done"], step
+        assert other["ends"] == ([143] if step < total else []) + undisturbed["ends"], step
