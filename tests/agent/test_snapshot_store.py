@@ -439,7 +439,7 @@ def test_a_directory_that_another_run_has_taken_since_is_refused_at_once(
 def test_checkpoints_of_an_ended_run_do_not_prevent_a_late_node_from_saving(node: Node) -> None:
     """It has restored from the others' memory, and so has never claimed the directory on its own disk."""
     owner.claim(node.directory, owner.owned_by("e3", "ended"))
-    node.owner = MINE
+    node.owner = owner.owned_by("a1", "mine", replaces="e3")
     node.store(1)
     assert node.copied() == [1]
     owner.claim(node.directory, ANOTHER)

@@ -22,6 +22,12 @@ def save(directory: Path, mine: str, step: int = 1) -> int:
     return len(snapshot.find(directory))
 
 
+def mark_in(directory: Path) -> owner.OwnerMark:
+    found = owner.look(directory)
+    assert found is not None
+    return found
+
+
 def test_of_two_runs_the_earlier_one_is_refused(tmp_path: Path) -> None:
     directory = tmp_path / "new" / "one"
     assert not owner.claim(directory, FIRST)
@@ -39,51 +45,63 @@ def test_a_later_process_of_a_run_takes_the_directory_back_from_no_other_run(tmp
     assert save(tmp_path, FIRST) == 1
     owner.claim(tmp_path, SECOND)
     assert owner.claim(tmp_path, FIRST)
-    assert owner.ownership(tmp_path, FIRST) == owner.Ownership(0, True, "'id'")
     with pytest.raises(TakenError):
         save(tmp_path, FIRST)
     assert save(tmp_path, SECOND) == 2
 
 
-def test_what_an_earlier_run_has_left_is_taken_with_the_first_checkpoint_and_counted(tmp_path: Path) -> None:
-    """As by a node that joins late, or a run that could not write a mark as it began."""
+def test_a_run_takes_the_directory_of_no_other_one_when_it_saves(tmp_path: Path) -> None:
+    """Not even if its own mark was removed, as with the directory, or is too old to be named."""
+    owner.claim(tmp_path, FIRST)
+    (tmp_path / owner.OWNER).unlink()
+    owner.claim(tmp_path, SECOND)
+    with pytest.raises(TakenError):
+        save(tmp_path, FIRST)
+    assert save(tmp_path, SECOND) == 1
+
+
+def test_what_a_run_has_found_where_it_could_write_no_mark_is_taken_with_its_first_checkpoint(tmp_path: Path) -> None:
     owner.claim(tmp_path, FIRST, epoch=4)
-    assert owner.ownership(tmp_path, SECOND) == owner.Ownership(epoch=4)
-    owner.check(tmp_path, SECOND, epoch=5, claims=False)
-    assert not owner.ownership(tmp_path, SECOND).taken, "it was only looked at"
-    owner.check(tmp_path, SECOND, epoch=5)
-    assert owner.ownership(tmp_path, SECOND) == owner.Ownership(5, taken=True)
+    late = owner.owned_by("b2", "id", replaces="a1")
+    owner.check(tmp_path, late, epoch=5, claims=False)
+    assert mark_in(tmp_path).token == "a1", "it was only looked at"
+    owner.check(tmp_path, late, epoch=5)
+    mark = mark_in(tmp_path)
+    assert (mark.token, mark.epoch, mark.before) == ("b2", 5, ("a1",))
     with pytest.raises(TakenError):
         owner.check(tmp_path, FIRST, epoch=9, claims=False)
+    owner.claim(tmp_path, owner.owned_by("c3", "id"))
+    with pytest.raises(TakenError):
+        owner.check(tmp_path, late)
 
 
-def test_the_epoch_in_a_mark_rises_with_its_run_and_never_falls(tmp_path: Path) -> None:
+def test_the_epoch_in_a_mark_rises_with_its_run_and_never_falls_and_the_base_stays(tmp_path: Path) -> None:
     for epoch, known in ((2, 2), (1, 2), (3, 3)):
-        owner.claim(tmp_path, FIRST, epoch=epoch)
-        assert owner.ownership(tmp_path, FIRST).epoch == known
+        owner.claim(tmp_path, FIRST, epoch=epoch, base=f"of {epoch}")
+        assert (mark_in(tmp_path).epoch, mark_in(tmp_path).base) == (known, "of 2")
     owner.check(tmp_path, FIRST, epoch=4)
     owner.claim(tmp_path, SECOND)
-    assert owner.ownership(tmp_path, SECOND).epoch == 4
+    assert (mark_in(tmp_path).epoch, mark_in(tmp_path).base) == (4, None)
 
 
 def test_a_mark_of_a_version_that_did_not_number_runs_is_one_of_an_earlier_run(tmp_path: Path) -> None:
     old = b'{"format": "elastic-launch owner", "run": "id", "token": "0011223344556677", "host": "a", "epoch": 3}'
     (tmp_path / owner.OWNER).write_bytes(old)
-    assert owner.ownership(tmp_path, FIRST) == owner.Ownership(epoch=3)
+    assert owner.look(tmp_path) == owner.OwnerMark("0011223344556677", "id", "a", 3)
+    owner.claim(tmp_path, FIRST)
     assert save(tmp_path, FIRST) == 1
 
 
 def test_a_mark_names_a_limited_number_of_earlier_runs(tmp_path: Path) -> None:
     for number in range(300):
         owner.claim(tmp_path, owner.owned_by(f"{number:016x}", "id"))
-    lost = [owner.ownership(tmp_path, owner.owned_by(f"{number:016x}", "id")).lost_to for number in range(299)]
-    assert lost == [""] * 43 + ["'id'"] * 256
+    assert mark_in(tmp_path).before == tuple(f"{number:016x}" for number in range(43, 299))
     assert (tmp_path / owner.OWNER).stat().st_size < owner._LIMIT
 
 
 def test_a_directory_without_a_mark_is_taken(tmp_path: Path) -> None:
     assert save(tmp_path, FIRST) == 1
-    assert owner.ownership(tmp_path, FIRST).taken
+    assert mark_in(tmp_path).token == "a1"
 
 
 @pytest.mark.parametrize(
@@ -91,14 +109,21 @@ def test_a_directory_without_a_mark_is_taken(tmp_path: Path) -> None:
     [
         *(b"", b"[]", b"{" * 100_000, b'{"format": "another", "run": "other", "epoch": 1}'),
         *(b'{"format": "elastic-launch owner", "run": "other"%b}' % epoch for epoch in (b"", b', "epoch": "1"')),
-        *(b'{"format": "elastic-launch owner", "epoch": 1, "before": %b}' % before for before in (b"1", b"[1]")),
+        *(
+            b'{"format": "elastic-launch owner", "token": "a", "epoch": 1, %b}' % more
+            for more in (b'"before": 1', b'"before": [1]', b'"base": 1', b'"token": []', b'"token": "%b"' % (33 * b"a"))
+        ),
+        *(
+            b'{"format": "elastic-launch owner", "token": "a", "epoch": %b}' % x
+            for x in (b"true", b"-1", b"1%030d" % 0)
+        ),
     ],
 )
 def test_an_invalid_mark_does_not_count(tmp_path: Path, content: bytes) -> None:
     (tmp_path / owner.OWNER).write_bytes(content)
-    assert owner.ownership(tmp_path, FIRST) == owner.Ownership()
+    assert owner.look(tmp_path) is None
     assert save(tmp_path, FIRST) == 1
-    assert owner.ownership(tmp_path, FIRST).taken
+    assert mark_in(tmp_path).token == "a1"
 
 
 def test_a_mark_that_cannot_be_put_is_an_error_that_names_the_directory(tmp_path: Path) -> None:

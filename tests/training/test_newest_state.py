@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ from torch import nn
 
 import elastic_launch as el
 from elastic_launch import snapshot
+from elastic_launch.errors import FINAL_NOTE
 from elastic_launch.snapshot import stall
 from elastic_launch.snapshot.format import files
 from elastic_launch.snapshot.memory.slot import EVALUATED, Header, Slot
 from elastic_launch.snapshot.memory.slot_state import SlotDraft, SlotWriter
 from elastic_launch.snapshot.storage import url_storage as storage
 from elastic_launch.snapshot.storage.listing import positions
-from elastic_launch.snapshot.storage.owner import check, claim, owned_by, ownership
+from elastic_launch.snapshot.storage.owner import OwnerMark, check, claim, look, owned_by
 from elastic_launch.system.threads import within
 from elastic_launch.training.checkpoints import manager as checkpoints
 from elastic_launch.training.checkpoints.branches import Branch, following
@@ -64,7 +66,8 @@ class Node:
 
     def _branch(self, round: int) -> Branch:
         """A branch of this run, with the epoch of its directory."""
-        return Branch(round, 0, NUMBER, epoch=ownership(self.directory, MINE).epoch)
+        mark = look(self.directory)
+        return Branch(round, 0, NUMBER, epoch=0 if mark is None else mark.epoch)
 
     def resumes(self, world_round: int, number: str = NUMBER) -> tuple[int, Branch]:
         """Return the step that a round resumes from, and the numbers that it saves under."""
@@ -157,7 +160,58 @@ def test_a_runs_own_state_counts_before_one_that_a_late_node_has_brought(node: N
     node.remembers(2, 40, mine)
     step, from_memory = node.resumes(4)
     assert (step, from_memory.begins, from_memory.epoch) == (40, False, 8)
-    assert ownership(node.directory, MINE).taken
+    assert (mark := look(node.directory)) is not None
+    assert (mark.token, mark.epoch) == (NUMBER, 8)
+
+
+def test_a_round_without_a_state_in_memory_begins_with_what_its_run_began_with(node: Node) -> None:
+    """The run has saved nothing, and what a node brings has higher numbers."""
+    node.saved(2, 40, Branch(2, 0, "earlier", epoch=3))
+    claim(node.directory, owned_by("earlier", RUN), epoch=3)
+    assert node.resumes(1)[0] == 40
+    mark = look(node.directory)
+    assert mark is not None
+    info = snapshot.find(node.directory)[0]
+    assert mark.base == info.digest
+    foreign = replace(info, digest="of another", meta={"branch": Branch(9, 0, "foreign", epoch=8).meta()})
+    brought = OwnerMark("foreign", RUN, "b", 8)
+    ranks = {
+        "its own": checkpoints._belongs(
+            replace(info, meta={"branch": Branch(1, 0, NUMBER).meta()}), mark, NUMBER, begins=False
+        ),
+        "its base": checkpoints._belongs(info, mark, NUMBER, begins=False),
+        "nothing, as it began": checkpoints._belongs(None, replace(mark, base=""), NUMBER, begins=False),
+        "foreign": checkpoints._belongs(foreign, brought, NUMBER, begins=False),
+        "foreign, taken over": checkpoints._belongs(foreign, replace(mark, base=None), NUMBER, begins=False),
+    }
+    assert ranks == {"its own": 2, "its base": 1, "nothing, as it began": 1, "foreign": 0, "foreign, taken over": 0}
+
+
+def test_a_run_begins_with_what_the_last_one_in_each_location_had(node: Node) -> None:
+    """Of an earlier one that a node had brought it begins with none, although that may have counted further."""
+    info = node.saved(2, 40, Branch(2, 0, "last", epoch=1))
+    mark = OwnerMark("last", RUN, "a", 9, base="of its beginning")
+    began_with = replace(info, digest="of its beginning", meta={})
+    assert checkpoints._belongs(info, mark, NUMBER, begins=True) == 1
+    assert checkpoints._belongs(began_with, mark, NUMBER, begins=True) == 1
+    assert checkpoints._belongs(replace(info, meta={}), mark, NUMBER, begins=True) == 0
+    assert checkpoints._belongs(info, None, NUMBER, begins=True) == 1, "checkpoints that were copied there"
+    assert checkpoints._belongs(None, mark, NUMBER, begins=True) == 0
+
+
+def test_a_run_that_has_begun_from_nothing_begins_so_again(node: Node) -> None:
+    assert node.resumes(1)[0] == 0
+    node.saved(2, 40, Branch(2, 0, "foreign", epoch=3))
+    assert node.resumes(2)[0] == 0
+
+
+def test_a_run_whose_location_another_one_has_taken_does_not_go_on_from_there(node: Node) -> None:
+    assert node.resumes(1)[0] == 0
+    claim(node.directory, owned_by("b2", "another"))
+    node.saved(2, 40, Branch(2, 0, "b2", epoch=2))
+    with pytest.raises(snapshot.CheckpointError, match="was taken since by run 'another'") as caught:
+        node.resumes(2)
+    assert FINAL_NOTE in caught.value.__notes__
 
 
 @pytest.mark.parametrize("memory", [None, (2, 210)])

@@ -84,7 +84,7 @@ def copy(
         if job.last and not job.share:
             decoded = Decoder().decode(meta)
             # If another run has taken the location, what is there may be that run's.
-            owners.check(place(job.directory), job.owner, epoch=epoch_of(decoded), claims=False)
+            owners.check(place(job.directory), job.owner, epoch=epoch_of(decoded) or 0, claims=False)
             newest = next((info for info in find(job.directory) if same_run(info.meta, decoded)), None)
         if job.share:
             if division is not None and job.share < len(division):

@@ -12,6 +12,9 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
+MOST_EPOCHS = 2**53
+"""No training counts as far; ranks compare these numbers."""
+
 Order = tuple[int, int, int]
 """What checkpoints are ordered by: epoch, round and step."""
 
@@ -24,7 +27,7 @@ def order(meta: Mapping[str, Any], round: int, step: int) -> Order:
 def epoch_of(meta: Mapping[str, Any]) -> int | None:
     """Return how many trainings had taken the location when this one had; None if that is not recorded."""
     epoch = _branch(meta).get("epoch")
-    return epoch if isinstance(epoch, int) else None
+    return epoch if isinstance(epoch, int) and 0 <= epoch < MOST_EPOCHS else None
 
 
 def is_of_run(meta: Mapping[str, Any], run: str) -> bool:

@@ -1,20 +1,21 @@
 """Records which run a directory or URL belongs to, so that two runs do not write to one. Needs no torch.
 
-A run takes a location when it reads its checkpoints there, or with its first checkpoint on a node that has come to it
-later: it writes a mark with its number, and those of the runs that had it before. Before a run commits a checkpoint, it
-checks that no other one has taken the location since. This is a check, not a lock, which object stores do not have: of
-two active runs, the later one continues to save, and the earlier one gets an error.
+A run takes a location when it begins, or when a node joins that brings one: it writes a mark with its number, those of
+the runs that had it before, and what it resumes from. Before a run commits a checkpoint, it checks that the mark is
+still its own. This is a check, not a lock, which object stores do not have: of two active runs, the later one continues
+to save, and the earlier one gets an error.
 """
 
 from __future__ import annotations
 
 import json
 import socket
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from elastic_launch.snapshot.errors import MalformedError, TakenError, writing
 from elastic_launch.snapshot.location import Place
+from elastic_launch.snapshot.storage.lineage import MOST_EPOCHS
 from elastic_launch.snapshot.storage.listing import storage_at
 
 OWNER = "owner.json"
@@ -24,54 +25,68 @@ _LIMIT = 16 * 1024
 _MOST = 256
 """How many earlier runs a mark names."""
 
+_LONGEST = 32
+"""Characters of a run's number."""
+
 
 @dataclass(frozen=True, slots=True)
-class Ownership:
-    """How a run stands to a location.
+class OwnerMark:
+    """Which run has taken a location.
 
     Attributes:
-        epoch: how many trainings have taken it, without those of a run that has taken it from this one.
-        taken: whether this run has taken it.
-        lost_to: id of the run that has taken it since, as text; empty if none has.
+        token: the run's number.
+        run, host: the run's id, and the host that wrote the mark.
+        epoch: how many trainings have taken the location.
+        before: numbers of the runs that had it before.
+        base: digest of the checkpoint that the run began with; empty if it began with none, None if that is not known.
     """
 
-    epoch: int = 0
-    taken: bool = False
-    lost_to: str = ""
+    token: str
+    run: str
+    host: str
+    epoch: int
+    before: tuple[str, ...] = ()
+    base: str | None = None
 
 
-def owned_by(number: str, run: str) -> str:
-    """Return the ``owner`` to pass to the functions below: the run's number and its id."""
-    return f"{number} {run}"
+def owned_by(number: str, run: str, *, replaces: str = "") -> str:
+    """Return the ``owner`` to pass to the functions below: the run's number and its id.
+
+    Args:
+        replaces: number of the run that had the location when this one came to it, and could not write its mark.
+    """
+    return f"{number}/{replaces} {run}"
 
 
-def ownership(where: Place, owner: str) -> Ownership:
-    """Return how a run stands to a directory or URL."""
-    number = owner.partition(" ")[0]
-    found = _read(where)
-    if found is None:
-        return Ownership()
-    if number in found["before"]:
-        return Ownership(taken=True, lost_to=f"{found.get('run')!r:.80}")
-    return Ownership(found["epoch"], found.get("token") == number)
+def look(where: Place) -> OwnerMark | None:
+    """Return the mark of a directory or URL; None if there is no valid one."""
+    with writing(where, "read the owner of"):
+        try:
+            return parse_mark(storage_at(where).read(OWNER, _LIMIT))
+        except (FileNotFoundError, NotADirectoryError, MalformedError):
+            return None
 
 
-def claim(where: Place, owner: str, *, epoch: int = 0) -> bool:
-    """Take a directory or URL for a run's training with that epoch, unless another run has taken it since.
+def claim(where: Place, owner: str, *, epoch: int = 0, base: str | None = None) -> bool:
+    """Take a directory or URL for a run's training with that epoch, unless another run has taken it from this one.
+
+    Args:
+        base: see :class:`OwnerMark`; it stays if the run has taken the location before.
 
     Returns:
         Whether this run had taken it before.
     """
-    number = owner.partition(" ")[0]
-    found = _read(where)
-    again = found is not None and number in (found.get("token"), *found["before"])
-    if found is None or not again or (found.get("token") == number and found["epoch"] < epoch):
-        _put(where, owner, epoch, found)
+    number, found = _number(owner), look(where)
+    if found is not None and number in found.before:
+        return True
+    again = found is not None and number == found.token
+    if found is None or not again or found.epoch < epoch:
+        _put(where, owner, epoch, found, base)
     return again
 
 
-def check(where: Place, owner: str, *, epoch: int | None = None, claims: bool = True) -> None:
-    """Check that no other run has taken a location from this one; if this one has never had it, take it.
+def check(where: Place, owner: str, *, epoch: int = 0, claims: bool = True) -> None:
+    """Check that a location is a run's; if there is no mark, or that of the run which it replaces, take it.
 
     Args:
         owner: from :func:`owned_by`; empty: any run may write.
@@ -84,50 +99,50 @@ def check(where: Place, owner: str, *, epoch: int | None = None, claims: bool = 
     """
     if not owner:
         return
-    number, _, run = owner.partition(" ")
-    found = _read(where)
-    if found is not None and number in found["before"]:
-        raise TakenError(
-            f"Two runs write to one directory: {where} was taken since by run {found.get('run')!r:.80} "
-            f"on {found.get('host')!r:.80}; this is run {run!r}.",
-            "Give each run a directory of its own, or end one of them.",
-        )
-    if claims and (found is None or found.get("token") != number or found["epoch"] < (epoch or 0)):
-        _put(where, owner, epoch or 0, found)
+    number, found = _number(owner), look(where)
+    if found is not None and found.token not in (number, owner.partition(" ")[0].partition("/")[2]):
+        raise taken(where, found, owner)
+    if claims and (found is None or found.token != number or found.epoch < epoch):
+        _put(where, owner, epoch, found, None)
 
 
-def _put(where: Place, owner: str, epoch: int, found: dict[str, Any] | None) -> None:
-    number, _, run = owner.partition(" ")
-    before = [] if found is None else [*found["before"], str(found.get("token", ""))]
-    epoch = epoch if found is None else max(epoch, found["epoch"])
-    marker: dict[str, Any] = {
-        "format": _FORMAT,
-        "run": run,
-        "token": number,
-        "host": socket.gethostname(),
-        "epoch": epoch,
-    }
-    marker["before"] = [each for each in before if each != number][-_MOST:]
+def taken(where: Place, found: OwnerMark, owner: str) -> TakenError:
+    """Return the error of a run whose location another one has taken."""
+    return TakenError(
+        f"Two runs write to one directory: {where} was taken since by run {found.run!r:.80} on {found.host!r:.80}; "
+        f"this is run {owner.partition(' ')[2]!r}.",
+        "Give each run a directory of its own, or end one of them.",
+    )
+
+
+def _number(owner: str) -> str:
+    return owner.partition("/")[0]
+
+
+def _put(where: Place, owner: str, epoch: int, found: OwnerMark | None, base: str | None) -> None:
+    number, run = _number(owner), owner.partition(" ")[2]
+    before: tuple[str, ...] = ()
+    if found is not None:
+        epoch, before = max(epoch, found.epoch), tuple(x for x in (*found.before, found.token) if x and x != number)
+        base = found.base if found.token == number else base
+    mark = OwnerMark(number, run, socket.gethostname(), epoch, before[-_MOST:], base)
     with writing(where, "write to"):
-        storage_at(where).put(OWNER, json.dumps(marker, indent=1).encode() + b"\n")
+        storage_at(where).put(OWNER, json.dumps({"format": _FORMAT, **asdict(mark)}, indent=1).encode() + b"\n")
 
 
-def _read(where: Place) -> dict[str, Any] | None:
-    """Return the mark; None if there is no valid one."""
-    with writing(where, "read the owner of"):
-        try:
-            return parse_mark(storage_at(where).read(OWNER, _LIMIT))
-        except (FileNotFoundError, NotADirectoryError, MalformedError):
-            return None
-
-
-def parse_mark(data: bytes) -> dict[str, Any] | None:
-    """Return the content of a mark; None if it is not valid."""
+def parse_mark(data: bytes) -> OwnerMark | None:
+    """Return a mark; None if it is not valid. Those of earlier versions have neither ``before`` nor ``base``."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(value, dict) or value.get("format") != _FORMAT or not isinstance(value.get("epoch"), int):
+    if not isinstance(value, dict) or value.get("format") != _FORMAT:
         return None
-    before = value.setdefault("before", [])  # marks of earlier versions have none
-    return value if isinstance(before, list) and all(isinstance(each, str) for each in before) else None
+    token, epoch, before, base = (value.get(key) for key in ("token", "epoch", "before", "base"))
+    texts: list[Any] = [token, *(before if isinstance(before, list) else [])]
+    known = all(isinstance(each, str) and len(each) <= _LONGEST for each in texts)
+    if not known or (before is not None and not isinstance(before, list)) or type(epoch) is not int:
+        return None
+    if not 0 <= epoch < MOST_EPOCHS or not isinstance(base, str | None):
+        return None
+    return OwnerMark(texts[0], str(value.get("run")), str(value.get("host")), epoch, tuple(texts[1:]), base)

@@ -157,7 +157,7 @@ def write_parts(
             draft.finish(data)
             if not may_commit():
                 raise NotCommittedError(step)
-            owners.check(where, owner, epoch=epoch_of(decoded))
+            owners.check(where, owner, epoch=epoch_of(decoded) or 0)
             if nonce and alone and isinstance(draft, DirectoryDraft) and (same := draft.final).exists():
                 try:
                     return inspect(same)

@@ -31,7 +31,7 @@ from elastic_launch.snapshot.stall import while_advancing
 from elastic_launch.snapshot.storage.directory import check_writable
 from elastic_launch.snapshot.storage.lineage import epoch_of, is_of_run, same_run
 from elastic_launch.snapshot.storage.listing import positions
-from elastic_launch.snapshot.storage.owner import claim, owned_by, ownership
+from elastic_launch.snapshot.storage.owner import OwnerMark, claim, look, owned_by, taken
 from elastic_launch.snapshot.storage.reading import Taking
 from elastic_launch.snapshot.storage.shares import OwnShare, nonce_of
 from elastic_launch.snapshot.storage.url_storage import try_out
@@ -81,6 +81,7 @@ class CheckpointManager:
         """The branch of the training that checkpoints are saved under."""
         self._run = ""  # the number of the run
         self._taken = 0  # the highest epoch in the locations, as last seen
+        self._mark: OwnerMark | None = None  # of this rank's location, as last seen
         self._owner = ""
         self.opened_before = False
         """Whether the run has opened the checkpoints before; on ranks that do not write, False."""
@@ -105,15 +106,15 @@ class CheckpointManager:
 
     def has_newer(self, world: World, position: tuple[int, int]) -> bool:
         """Whether there is a checkpoint above a (round, step) in memory, judged by its name; called by all ranks."""
-        mine, taken = [(0, 0)], 0
+        mine, self._mark = [(0, 0)], None
         if world.rank == 0 or not isinstance(self.directory, Url):
             try:
-                mine, taken = _looked(self.directory, owned_by(world.run, run_id()))
+                mine, self._mark = _looked(self.directory)
             except (snapshot.CheckpointError, TimeoutError) as error:
                 _log.warning(
                     "it is not known whether there is a newer checkpoint; training goes on from memory: %s", error
                 )
-        everywhere = numbers_of_all(world, [*max(mine, default=(0, 0)), taken])
+        everywhere = numbers_of_all(world, [*max(mine, default=(0, 0)), _epoch(self._mark, world.run)])
         newest, self._taken = max((round, step) for round, step, _ in everywhere), max(x[2] for x in everywhere)
         self._highest = max(self._highest, position[0], newest[0])
         return newest > position
@@ -173,7 +174,7 @@ class CheckpointManager:
             self._last_step = found.step
             resumed = Resumed.of(found.step, found.state, found.meta, origin)
         # Last: a training that does not belong here must not take the location from one that does.
-        self._take(world)
+        self._take(found.digest)
         return resumed
 
     def standing(self, step: int, *, now: bool) -> tuple[int, float]:
@@ -190,9 +191,15 @@ class CheckpointManager:
             position: round and step of that state.
         """
         self._run = world.run
-        self._owner = owned_by(self._run, run_id())
         self._writers = writers(self.directory, world)
         self._begin(world, meta, position)
+        # A process that has gone on before has found what is there, and takes it from no run that came since.
+        self._owner, mark = self._owner or self._as_owner(self._mark), self._mark
+        if self.writes and mark is not None and (mark.token != self._run or mark.epoch < self.branch.epoch):
+            # A node has joined with the files of another run. The first save reports an error.
+            with suppress(snapshot.CheckpointError, TimeoutError):
+                take = partial(claim, self.directory, self._owner, epoch=self.branch.epoch)
+                within(LOOK_TIMEOUT, f"to write to {self.directory}", take)
         self._last_step = min(step for (step,) in numbers_of_all(world, [standing[0]]))
         self._last_time = time.monotonic() - standing[1]
 
@@ -243,7 +250,7 @@ class CheckpointManager:
         """
         together = now and world.nodes > 1 and self.divides(size)
         stands_by = not together and not self.writes
-        owner = self._owner or (owned_by(self._run, run_id()) if stands_by else "")
+        owner = self._owner or self._as_owner()
         job = replace(job, directory=str(self.directory), keep=self.settings.keep, owner=owner, stands_by=stands_by)
         job = replace(job, now=now and not stands_by)
         job = replace(job, keep_every=self.settings.keep_every, keep_best=self.settings.keep_best)
@@ -494,8 +501,9 @@ class CheckpointManager:
 
     def described_newest(self) -> str:
         """Say which checkpoint in storage is the newest, unless another run may have saved it; reads storage."""
-        if other := ownership(self.directory, owned_by(self._run, run_id())).lost_to:
-            return f"unknown, since run {other} has taken {self.directory}"
+        mark = look(self.directory)
+        if mark is not None and self._run in mark.before:
+            return f"unknown, since run {mark.run!r:.80} has taken {self.directory}"
         found = max(positions(self.directory), default=None)
         return f"none yet in {self.directory}" if found is None else f"step {found[1]} in {self.directory}"
 
@@ -505,8 +513,8 @@ class CheckpointManager:
         It is not if another run has taken the directory and may have saved there, or the directory cannot be read.
         """
         try:
-            owner = owned_by(self._run, run_id())
-            if within(LOOK_TIMEOUT, f"to read {self.directory}", lambda: ownership(self.directory, owner)).lost_to:
+            mark = within(LOOK_TIMEOUT, f"to read {self.directory}", lambda: look(self.directory))
+            if mark is not None and mark.token != self._run:
                 return None, False
             found = within(LOOK_TIMEOUT, f"to list {self.directory}", lambda: snapshot.find(self.directory))
         except (snapshot.CheckpointError, TimeoutError):
@@ -514,16 +522,25 @@ class CheckpointManager:
         mine = {"branch": self.branch.meta()}
         return max((info.step for info in found if same_run(info.meta, mine)), default=None), True
 
-    def _take(self, world: World) -> None:
-        """Take the location that this rank writes to, so that a run that wrote there before stops writing."""
+    def _take(self, base: str) -> None:
+        """Take the location that this rank writes to, so that a run that wrote there before stops writing.
+
+        Args:
+            base: digest of the checkpoint that the training begins with; empty if there is none.
+        """
         if not self.writes:
             return
-        owner = owned_by(self._run, run_id())
-        take = partial(claim, self.directory, owner, epoch=self.branch.epoch)
+        self._owner = self._as_owner()
         # The first save reports an error, unless there is room again by then.
         with suppress(snapshot.CheckpointError):
+            self._owner = self._as_owner(while_advancing(self.directory, partial(look, self.directory)))
+            take = partial(claim, self.directory, self._owner, epoch=self.branch.epoch, base=base)
             self.opened_before = while_advancing(self.directory, take)
-        self._owner = owner
+
+    def _as_owner(self, mark: OwnerMark | None = None) -> str:
+        """Return the ``owner`` for saves; ``mark``: what was in the location when this run came to it."""
+        replaces = mark.token if mark is not None and self._run not in mark.before else ""
+        return owned_by(self._run, run_id(), replaces=replaces)
 
     def _begin(
         self,
@@ -557,8 +574,13 @@ def _drawn(world: World) -> str:
     return f"{numbers_of_all(world, [secrets.randbits(62)])[0][0]:x}"
 
 
-def _looked(directory: Place, owner: str) -> tuple[list[tuple[int, int]], int]:
-    """Return the positions of all checkpoints, and the last epoch.
+def _epoch(mark: OwnerMark | None, run: str) -> int:
+    """Return how many trainings have taken a location; without those of a run that has taken it from this one."""
+    return 0 if mark is None or run in mark.before else mark.epoch
+
+
+def _looked(directory: Place) -> tuple[list[tuple[int, int]], OwnerMark | None]:
+    """Return the positions of all checkpoints, and the mark.
 
     An error that passes must not have an older state win.
     """
@@ -566,9 +588,7 @@ def _looked(directory: Place, owner: str) -> tuple[list[tuple[int, int]], int]:
     until = time.monotonic() + left
     while True:
         try:
-            return within(
-                left, f"to list {directory}", lambda: (positions(directory), ownership(directory, owner).epoch)
-            )
+            return within(left, f"to list {directory}", lambda: (positions(directory), look(directory)))
         except snapshot.CheckpointError:
             left = round(until - time.monotonic() - LOOK_AGAIN, 1)
             if left <= 0:
@@ -587,34 +607,59 @@ def _read(where: Place, above: tuple[int, int] | None, run: str, taking: Taking,
 
     Raises:
         UsageError: if there is no driver for a URL, or if the run begins and a directory cannot be written to.
-        CheckpointError: if the location cannot be read, or a URL not written to, and ``above`` is None.
+        CheckpointError: if the location cannot be read, or a URL not written to, and ``above`` is None. Also, if
+            another run has taken it from this one: what is there is that run's.
     """
     damaged: list[snapshot.CheckpointReadError] = []
     loaded = None
-    known = taken = own = 0
+    known = epoch = own = 0
     try:
         if isinstance(where, Url) and above is None:
             try_out(where, size=16)
         elif isinstance(where, Path) and above is None and begins:
             check_writable(where)
-        stands = ownership(where, owned_by(run, run_id()))
-        taken = stands.epoch
-        if above is not None and stands.lost_to:
-            _log.warning("training goes on from memory: %s was taken by run %s", where, stands.lost_to)
+        mark = look(where)
+        epoch = _epoch(mark, run)
+        if mark is not None and run in mark.before:
+            if above is None:
+                refused = taken(where, mark, owned_by(run, run_id()))
+                refused.add_note(FINAL_NOTE)
+                raise refused
+            _log.warning("training goes on from memory: %s was taken by run %r", where, mark.run[:80])
         else:
-            loaded = snapshot.newest(where, damaged.append, above=above, run=run, taking=taking)
+            last = mark.token if mark is not None and begins and above is None else run
+            loaded = snapshot.newest(where, damaged.append, above=above, run=last, taking=taking)
             if loaded is None:
                 for error in damaged:
                     error.add_note(FINAL_NOTE)  # a restart would read the same, unless the storage has failed
         if loaded is not None:
-            taken = max(taken, epoch_of(loaded.info.meta) or 0)
-            own = 2 if is_of_run(loaded.info.meta, run) else int(stands.taken)
+            epoch = max(epoch, epoch_of(loaded.info.meta) or 0)
+            began = mark is not None and (mark.token, mark.base) == (run, "")
+            if began and not is_of_run(loaded.info.meta, run):
+                loaded = None  # the run has begun with none, so what is there came later, or was not to be resumed
+        own = _belongs(None if loaded is None else loaded.info, mark, run, begins=begins)
         known = max((number for number, _ in positions(where)), default=0)
     except snapshot.CheckpointError as error:
         if above is None:
             raise
         _log.warning("a checkpoint is skipped: %s", error)
-    return LocationRead(loaded, own, known, taken, damaged[0] if damaged else None)
+    return LocationRead(loaded, own, known, epoch, damaged[0] if damaged else None)
+
+
+def _belongs(found: snapshot.CheckpointInfo | None, mark: OwnerMark | None, run: str, *, begins: bool) -> int:
+    """Return ``own`` of :class:`LocationRead`, for the newest checkpoint of a location with that mark.
+
+    When a run begins, the last one of each location counts. Later only this one does: what is in a location that a node
+    has brought must not take the place of what this run began with, even if that is nothing.
+    """
+    if found is not None and is_of_run(found.meta, run):
+        return 2
+    if mark is None:
+        return int(begins)
+    if found is None:
+        return int(mark.token == run and mark.base == "")
+    last = found.digest == mark.base or is_of_run(found.meta, mark.token)
+    return int(last and (begins or mark.token == run))
 
 
 def run_id() -> str:

@@ -88,7 +88,7 @@ class LocationRead:
     """What one rank has read in a location."""
 
     loaded: snapshot.LoadedCheckpoint | None = None  # the newest intact checkpoint, if any
-    own: int = 0  # whether it is of this run (2), or in a location that this run has taken before (1)
+    own: int = 0  # 2: it is of this run; 1: it is what the location's last run had, or that began with none; 0: neither
     known: int = 0  # highest round in any checkpoint's name
     taken: int = 0  # the location's last epoch
     damaged: Failure | None = None  # error of the first checkpoint that was skipped, if any
@@ -106,6 +106,7 @@ class Found:
     path: str = ""
     state: dict[str, Any] | None = None  # what this rank keeps of it, by part; None if there is no checkpoint
     meta: dict[str, Any] = field(default_factory=dict)
+    digest: str = ""
 
 
 def read_together(
@@ -131,24 +132,26 @@ def read_together(
     if failed := _first_of(world, error):
         raise failed
     # On a node that has joined late, an earlier run may have left checkpoints with higher numbers.
-    loaded, numbers = mine.loaded, [0, 0, 0, 0, 0]
+    loaded, numbers = mine.loaded, [mine.own, 0, 0, 0, 0]
     if loaded is not None:
         info = loaded.info
         numbers = [mine.own, *order(info.meta, info.round, info.step), int(info.digest[:15], 16)]
     everywhere = numbers_of_all(world, [*numbers, mine.known, mine.taken])
     best = max(each[:5] for each in everywhere)
     known, taken = (max(each[x] for each in everywhere) for x in (5, 6))
-    if not any(best):
+    if not any(best[1:]):
         return Found(known, taken, _first_of(world, mine.damaged))
     holders = [rank for rank, each in enumerate(everywhere) if each[:5] == best]
     told: dict[str, Any] = {} if loaded is None else {"meta": loaded.info.meta, "path": str(loaded.info.path)}
+    if loaded is not None:
+        told["digest"] = loaded.info.digest
     state = None if loaded is None else loaded.state
     if world.world_size > 1:
         told = broadcast_state(told, holders[0], world.rank)
         cut = taking(told["meta"])
         if cut is not None or len(holders) < world.world_size:
             state = spread_state(state, holders, world, cut)
-    return Found(known, taken, None, best[2], best[3], told["path"], state, dict(told["meta"]))
+    return Found(known, taken, None, best[2], best[3], told["path"], state, dict(told["meta"]), told["digest"])
 
 
 def _first_of(world: World, error: Failure | None) -> Failure | None:
