@@ -381,6 +381,23 @@ def test_the_log_of_a_worker_that_was_started_ahead(run: Path, capfdbinary: pyte
     assert capfdbinary.readouterr()[0] == b"10\n"
 
 
+def test_logs_of_workers_that_were_started_ahead_are_not_confused(
+    run: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    path = run / "events-a.jsonl"
+    started = {"event": "worker_started", "rank": None, "local_rank": 0, "cause": "ahead", "start_s": 0.1}
+    for number in (1, 2, 3):
+        printed_by(run / f"ahead_{number}" / "a" / "0", f"{number}\n")
+        record(path, 5, **started, round=0, pid=10 + number, ahead=number)
+    worker(path, "worker_placed", 3, 7, 11)
+    ended = {"event": "worker_exited", "round": 3, "rank": 7, "local_rank": 0, "ran_s": 1.0}
+    record(path, 4, **ended, pid=11, exit_code=-9, stopped=False)
+    worker(path, "worker_placed", 4, 7, 12)
+    assert main(["logs", "7", "--log-dir", str(run)]) == 0
+    said = f"elasticctl: rank 7 of round 3 (pid 11) ended by signal 9; its output is in {run / 'ahead_1' / 'a' / '0'}\n"
+    assert capfdbinary.readouterr() == (b"2\n", said.encode())
+
+
 @pytest.mark.parametrize(
     ("rank", "message"),
     [

@@ -119,7 +119,10 @@ class _Files:
         if number:
             places = [Path(f"round_{number}", str(first.rank)), Path(f"attempt_{number - 1}", local)]
             found = [path for place in places if (path := self._directory / place).is_dir()]
-        else:
+        elif first.ahead:
+            path = self._directory / f"ahead_{first.ahead}" / node / local
+            found = [path] if path.is_dir() else []
+        else:  # a version that did not number them
             found = [path for path in self._directory.glob(f"ahead_*/{node}/{local}") if path.is_dir()]
             found.sort(key=lambda path: -int(path.parts[-3].removeprefix("ahead_")))
         return found[0] if found else None

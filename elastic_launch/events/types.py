@@ -453,6 +453,7 @@ class WorkerStarted(Event):
     pid: int
     cause: str
     start_s: float  # seconds that the agent took to start it
+    ahead: int = 0  # n of the directory ``ahead_<n>`` with its output; 0 if it was started in a round
 
 
 class WorkerKept(Event):

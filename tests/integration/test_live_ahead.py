@@ -74,8 +74,9 @@ def test_the_others_go_on_without_a_killed_worker_until_another_one_has_started(
         (event["round"], event["rank"], event["local_rank"], event["pid"]) for event in job.events("worker_placed")
     ]
     assert placed == [(3, 0, 0, new)]
-    starts = [(event["round"], event["rank"], event["local_rank"]) for event in job.events("worker_started")]
-    assert starts == [(1, 0, 0), (1, 1, 1), (0, None, 0)]
+    where = ("round", "rank", "local_rank", "ahead")
+    starts = [tuple(event[name] for name in where) for event in job.events("worker_started")]
+    assert starts == [(1, 0, 0, 0), (1, 1, 1, 0), (0, None, 0, 1)]
     ahead = job.events("worker_started")[-1]["clock"]
     formed_at = job.events("round_formed")[1]["clock"]
     trains = min(event["clock"] for event in job.events("training_begun") if event["round"] == 2)

@@ -67,6 +67,7 @@ class LogPlaces:
     Attributes:
         local: that directory; None until workers are to start, and if no file system has room.
         made: called with it once it is made.
+        ahead: how often workers were started ahead.
 
     Args:
         files: makes the directories and copies exceptions there, which may hang.
@@ -84,7 +85,7 @@ class LogPlaces:
         self._lock = -1  # a descriptor of it
         self.made: Callable[[Path], None] = lambda local: None
         self._tried = False
-        self._ahead = 0  # how often workers were started ahead
+        self.ahead = 0
         self._names: set[str] = set()  # of the directories in the local one
 
     def prepare(
@@ -111,8 +112,8 @@ class LogPlaces:
                 self.made(self.local)
                 self._files.put(partial(_remove_left, self.local.parent))
         if not number:
-            self._ahead += 1
-        name = self._config.output.round_directory(number) if number else f"ahead_{self._ahead}"
+            self.ahead += 1
+        name = self._config.output.round_directory(number) if number else f"ahead_{self.ahead}"
         new = {place.local_rank: self._own(name, place) for place in placements if place.local_rank not in kept}
         if self.local is not None and number:
             used = {logs.error_file.relative_to(self.local).parts[0] for logs in kept.values() if logs.kept_error}

@@ -48,6 +48,7 @@ class _Staggered:
         number: number of their round; 0 if they start ahead of one.
         left: placements of the workers that are not started yet, in order.
         failed: why none of them can be started.
+        ahead: number of this start ahead; 0 in a round.
     """
 
     number: int
@@ -56,6 +57,7 @@ class _Staggered:
     envs: Mapping[int, Mapping[str, str]]
     logs: Mapping[int, WorkerLogs]
     failed: LogsSpecsFailed | None = None
+    ahead: int = 0
 
     def take(self, local_ranks: Collection[int] | None) -> list[int]:
         """Remove those of the given workers (None: all) that are not started yet; return their local ranks."""
@@ -223,6 +225,7 @@ class WorkerStarts:
             start.logs, start.envs = self._places.prepare(0, placed, env, {})
         except LogsSpecsFailed as error:
             start.failed = error
+        start.ahead = self._places.ahead
         self._ahead.append(start)
 
     def kill_ahead(self, local_ranks: Collection[int]) -> None:
@@ -301,7 +304,7 @@ class WorkerStarts:
             self._clock,
         )
         took = round(self._clock.now() - began, 6)
-        self._events.emit(WorkerStarted(start.number, placement.rank, local_rank, pid, start.cause, took))
+        self._events.emit(WorkerStarted(start.number, placement.rank, local_rank, pid, start.cause, took, start.ahead))
         return pid
 
     def _environment(self, form: m.Form, placement: Placement, error_file: str) -> dict[str, str]:
