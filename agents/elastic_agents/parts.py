@@ -131,7 +131,7 @@ class AgentParts:
         return self.worker_store.reserve()
 
     def _beat(self) -> m.Beat | m.ProgressBeat:
-        return status.beat(self.control, self.snapshot_store.newest_step, self.host.news())
+        return status.beat(self.control, self.snapshot_store.newest_position, self.host.news())
 
     def write_run_file(self, act: Callable[[], None]) -> None:
         """Have the one thread that writes the run's file do something to it."""

@@ -65,15 +65,19 @@ def present(
     )
 
 
-def beat(control: Control, snapshot: int | None, load: HostLoad | None) -> Beat | ProgressBeat:
-    """Return what a beat tells the leader: how far the workers are, once they train, and the host's load if given."""
+def beat(control: Control, snapshot: tuple[int, int] | None, load: HostLoad | None) -> Beat | ProgressBeat:
+    """Return what a beat tells the leader: how far the workers are, once they train, and the host's load if given.
+
+    ``snapshot``: training and steps of the node's newest one.
+    """
     timer = control.step_timer
     number, _ = timer.reached
     if not number:
         return Beat(load)
     loss = _loss_in(control.reports(number))
     training, step = timer.position
-    return ProgressBeat(number, step, snapshot, timer.step_seconds, timer.remaining(), loss, load, training)
+    of, kept = (0, None) if snapshot is None else snapshot
+    return ProgressBeat(number, step, kept, timer.step_seconds, timer.remaining(), loss, load, training, of)
 
 
 def _loss_in(reports: Iterable[WorkerProgress]) -> float | None:

@@ -18,7 +18,7 @@ import pytest
 from harness import SLOWNESS, wait_for
 
 from elastic_agents import policy_types as v
-from elastic_agents import step_events
+from elastic_agents import status, step_events
 from elastic_agents.inbox import FirstStepDone, ProcessEnding
 from elastic_agents.snapshots.durable_state import DurableState
 from elastic_agents.snapshots.snapshot_store import SnapshotStore
@@ -28,6 +28,7 @@ from elastic_launch import contract as c
 from elastic_launch import shared_progress
 from elastic_launch.clock import Clock, MonotonicClock
 from elastic_launch.events.types import Event, FirstStep, RoundProgress, RoundSteps, SnapshotsLeftOut, TrainingBegun
+from elastic_launch.rendezvous.wire import messages as m
 from elastic_launch.rendezvous.wire.messages import NodeSaved
 from elastic_launch.shared_progress import STEP_BOUNDS, SharedProgress
 from elastic_launch.system import descriptors
@@ -235,6 +236,15 @@ def test_the_last_steps_of_a_training_are_known_from_the_beginning_of_the_next(
         *[(TrainingBegun, 0), (FirstStep, 1), (RoundSteps, None)],
     ]
     assert [getattr(event, "training", None) for event in events] == [0, 0, 0, 1, 1, 1]
+
+
+def test_a_beat_names_the_training_of_the_newest_snapshot(control: Control, said: Said) -> None:
+    """Until the first step of a training that is that of the one before."""
+    with worker(control, said, 0) as sock:
+        sock.sendall(c.pack(c.Ready(0, training=1, last=9)))
+        wait_for("the training", lambda: control.step_timer.position == (1, 0))
+        beat = status.beat(control, (0, 9), None)
+    assert beat == m.ProgressBeat(1, 0, 9, training=1, snapshot_training=0)
 
 
 def test_progress_of_a_round_that_goes_on_is_recorded_without_a_word_of_the_worker(

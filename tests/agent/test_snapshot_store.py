@@ -181,6 +181,13 @@ def test_a_snapshot_that_is_to_stay_in_memory_is_not_copied(node: Node) -> None:
     assert node.copied() == []
 
 
+def test_the_newest_snapshot_is_of_the_training_that_was_stored_last(node: Node) -> None:
+    assert node.snapshot_store.newest_position is None
+    for training, step in ((0, 7), (1, 3)):
+        node.store(step, training=training)
+        assert node.snapshot_store.newest_position == (training, step)
+
+
 def test_old_copies_are_removed(node: Node) -> None:
     for step in range(1, 5):
         node.store(step)

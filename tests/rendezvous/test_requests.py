@@ -211,6 +211,15 @@ def test_a_status_shows_the_steps_of_the_training_that_is_under_way() -> None:
     assert run.status().checkpoint == a.LastSave(2, 0.0, training=1)
 
 
+def test_a_snapshot_of_a_later_training_is_newer_than_one_of_more_steps() -> None:
+    run = asked("1:2", "ab")
+    run.report("a", m.ProgressBeat(1, 0, 40, training=1, snapshot_training=0))
+    assert run.status().snapshot == a.LastSave(40, 0.0)
+    run.report("a", m.ProgressBeat(1, 3, 3, training=1, snapshot_training=1))
+    run.report("b", m.ProgressBeat(1, 0, 40, training=1, snapshot_training=0))
+    assert run.status().snapshot == a.LastSave(3, 0.0, training=1)
+
+
 def test_a_status_shows_no_checkpoint_that_was_removed_since_it_may_be_wrong() -> None:
     run = asked("1:2", "ab")
     for step in (10, 20):

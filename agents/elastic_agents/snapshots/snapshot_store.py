@@ -247,6 +247,14 @@ class SnapshotStore:
         return None if newest is None else newest.step
 
     @property
+    def newest_position(self) -> tuple[int, int] | None:
+        """Training and steps of the newest snapshot; None without one."""
+        with self._changed:
+            newest = self.newest
+            header = None if newest is None else self._slots[newest.slot].header()
+            return None if header is None else (header.training, header.step)
+
+    @property
     def idle(self) -> bool:
         """Whether no copy is queued or running, and no node fetches what is served."""
         served = self._server is not None and self._server.busy

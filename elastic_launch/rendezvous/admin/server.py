@@ -155,8 +155,9 @@ class AdminRequests:
                 self._heard.steps[node.hello.node_id] = step
                 if (report.training, step) == (self._heard.training, self._heard.step):
                     self._heard.progress = report
-                if snapshot is not None and (self._heard.snapshot is None or snapshot > self._heard.snapshot[0]):
-                    self._heard.snapshot = snapshot, now, report.training
+                known, of = self._heard.snapshot, report.snapshot_training
+                if snapshot is not None and (known is None or (of, snapshot) > (known[2], known[0])):
+                    self._heard.snapshot = snapshot, now, of
             case m.Stopped(round=round_number, drained=step) if round_number == number and step is not None:
                 self._reached(number, report.training, step, now)
                 for _, waiting in self._pending():

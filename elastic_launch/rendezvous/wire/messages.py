@@ -150,6 +150,8 @@ class ProgressBeat:
         remaining: seconds until the training ends at this pace.
         loss: loss of the last step.
         load: see :class:`Beat`.
+        training: number of the script's training under way, from 0.
+        snapshot_training: that of the snapshot, which may be an earlier one's.
     """
 
     round: int
@@ -160,6 +162,7 @@ class ProgressBeat:
     loss: float | None = None
     load: HostLoad | None = None
     training: int = 0
+    snapshot_training: int = 0
 
 
 class NodeSaved(Value):
