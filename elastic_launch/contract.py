@@ -207,6 +207,7 @@ class Ready(FromWorker):
         base, base_in: step and place of the durable state that the run last resumed from; 0 and empty without one.
         arguments: what must be the same on all ranks, as text; empty if that is not known.
         training: number of the script's training, from 0; it may begin several in a round, one after the other.
+        continues: number of the earlier training whose checkpoints it goes on with; None: it has none of another one.
         last, last_at: the training before ended with so many steps, the last one at that time by the host's monotonic
             clock; 0 if this process was in none.
     """
@@ -223,6 +224,7 @@ class Ready(FromWorker):
     base_in: OsText = ""
     arguments: Text = ""
     training: Count = 0
+    continues: Count | None = None
     last: Count = 0
     last_at: Seconds = 0.0
 

@@ -45,7 +45,8 @@ class StepEvents:
             self._written, self._due = ready.step, None
             took = round(ready.restore_s, 6)
             about = who.round, who.rank, ready.step, ready.total, took, ready.uncompared
-            self._events.emit(TrainingBegun(*about, saves_itself=not who.saves, training=ready.training))
+            which = not who.saves, ready.training, ready.continues
+            self._events.emit(TrainingBegun(*about, *which))
         self._open += not further
 
     def step(self, round_number: int, step: int, at: float, training: int = 0) -> None:

@@ -512,6 +512,7 @@ class TrainingBegun(Event):
     uncompared: int = 0  # steps since the ranks' states were last compared; 0 if the snapshot was, or if none are
     saves_itself: bool = False  # whether the script saves its state, if anything does: nothing is known of that here
     training: int = 0  # number of the script's training, from 0; its steps are numbered by themselves
+    continues: int | None = None  # number of the earlier one whose checkpoints, and so whose steps, it goes on with
 
 
 class FirstStep(Event):

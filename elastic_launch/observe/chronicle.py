@@ -15,6 +15,7 @@ class Stretch:
     Attributes:
         begun, first: when the first of this host's workers reached its beginning, and when its first step was done.
         restore: seconds of restoring, those of trainings before it without a step in the round included.
+        continues: see TrainingBegun.
         step, last, trained: steps done when it began, and the last ones that are known; seconds until those were done.
     """
 
@@ -24,6 +25,7 @@ class Stretch:
     last: int
     first: float | None = None
     trained: float | None = None
+    continues: int | None = None
 
 
 @dataclass(slots=True)
@@ -221,7 +223,8 @@ class Chronicle:
                 self.saves_itself = event.saves_itself
                 told = self._of(number)
                 before = 0.0 if told.resumed is None or told.first is not None else told.resumed.restore
-                told.stretches[training] = Stretch(clock, before + max(0.0, seconds), step, step)
+                restore, goes_on = before + max(0.0, seconds), event.continues
+                told.stretches[training] = Stretch(clock, restore, step, step, continues=goes_on)
                 self.saved.setdefault(training, step)  # restored from a checkpoint, or no steps yet
             case ev.FirstStep(round=number, step=step, training=training):
                 if (found := self._of(number).did(training, step)) is not None:

@@ -162,6 +162,7 @@ def build(chronicle: Chronicle) -> Ledger:
     unseen = _unseen(rounds, until)
     total = max(0.0, until - since - unseen)
     done = {training: x.last for told in rounds for training, x in told.stretches.items()}
+    continued = {x.continues for told in rounds for x in told.stretches.values()}
     idle = by_steps and chronicle.code == 0 and not any(_worked(told) or _unknown(told) for told in rounds)
     known = [x.lost_steps for x in incidents if x.lost_steps is not None]
     complete = not any(x.round == told.number for x in incidents for told in rounds if _unknown(told))
@@ -179,7 +180,7 @@ def build(chronicle: Chronicle) -> Ledger:
         any(told.started is not None for told in rounds),
         round(unseen, 6),
         bool(rounds) and faults[-1] is not None and rounds[-1].kind in PLANNED and _drained(rounds[-1]),
-        sum(done.values()) if idle else None,
+        sum(steps for training, steps in done.items() if training not in continued) if idle else None,
     )
 
 

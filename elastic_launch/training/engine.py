@@ -71,6 +71,8 @@ class Engine:
         self.checkpoint: CheckpointManager | None = None  # where to save to, once a state was restored
         # By directory: the same one in every round, and for a loop that goes on with an earlier one's checkpoints.
         self._managers: dict[str, CheckpointManager] = {}
+        self._trained_in: dict[str, int] = {}  # number of the last training that began with it
+        self._continues: int | None = None  # number of the training that the current one goes on with
         self.saver = Saver(world or World(), link, self.rounds.confirm_state)
         self.trainings = Trainings()
         self.background = Background(lambda: self._termination.asked or self.rounds.link.ends(), self._report_drained)
@@ -183,6 +185,9 @@ class Engine:
             self._uncompared = resumed.uncompared
             self.rounds.in_doubt = False
             if live is None:
+                self._continues = None if checkpoint is None else self._trained_in.get(where)
+                if checkpoint is not None:
+                    self._trained_in[where] = self.saver.training
                 # Checked now, and again once the optimizer has state: at the first save, hours of work may be lost.
                 self._check(state)
                 self._unchecked = True
@@ -281,6 +286,7 @@ class Engine:
         if base is not None:
             ready = replace(ready, base=base[0], base_in=base[1])
         ready = replace(ready, arguments=arguments, checkpoints=self.checkpoint is not None, training=training)
+        ready = replace(ready, continues=self._continues)
         self.rounds.link.begin(ready)
         self._restore_seconds = 0.0
 

@@ -108,3 +108,8 @@ def test_a_kill_in_a_later_loop_of_a_training_does_not_look_like_another_run(
     assert agent.output.count("planned fault") == 1
     assert weights_in(agent.output) == [alone] * 2
     assert "Two runs" not in agent.output
+    begun = {event["training"]: event["continues"] for event in job.events("training_begun")}
+    assert begun == {0: None, 1: 0, 2: 1}
+    again = job.launch("--standalone", "--nproc", "2", command=[script, str(job.work)])
+    assert again.wait(100) == 0, again.output
+    assert re.search(r"nothing was left to train: (\d+) steps", again.output)[1] == "12", again.output

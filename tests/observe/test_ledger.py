@@ -606,6 +606,19 @@ def test_a_finished_run_that_is_started_again_had_nothing_to_train() -> None:
     assert elsewhere.done_before is None, "other hosts know what was done in round 2"
 
 
+def test_steps_of_loops_that_are_one_training_are_counted_once() -> None:
+    """The second and the fourth training have the checkpoints of the first; the third has others."""
+    told = ledger(
+        *[(2.0, formed(1)), (2.0, form(1))],
+        *[
+            (3.0 + number, ev.TrainingBegun(1, 0, step, 0, 0.1, training=number, continues=earlier))
+            for number, (step, earlier) in enumerate([(200, None), (200, 0), (30, None), (200, 1)])
+        ],
+        (9.0, ev.RunEnded(0, "all workers finished", 0, 1, 7.0)),
+    )
+    assert told.done_before == 230
+
+
 def test_a_round_whose_workers_are_all_kept_has_begun() -> None:
     told = ledger(
         *[(2.0, formed(1)), (2.0, form(1)), (2.1, started(1)), (32.0, broken(1)), (33.0, formed(2)), (33.0, form(2))],
