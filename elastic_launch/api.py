@@ -52,6 +52,7 @@ from elastic_launch.config.launch_config import LaunchConfig as OwnConfig
 from elastic_launch.config.launch_config import Limits
 from elastic_launch.config.torch_options import TorchOptions
 from elastic_launch.errors import ExitCode, UsageError
+from elastic_launch.events.types import listed
 from elastic_launch.rendezvous.torch_handler import TorchrunHandler
 from elastic_launch.secret import Token
 from elastic_launch.system.descriptors import standard_numbers_taken
@@ -71,7 +72,9 @@ class elastic_launch:
     """Launches a function or a program on this node's workers, as part of a run.
 
     Called with the entry point's arguments, it waits for the end of the run and returns the results of this node's
-    workers by global rank; nothing for a program.
+    workers by global rank; nothing for a program. Unlike with torch's, these may be fewer than nproc: a worker without
+    a place in the last round has none, as one that replaces a failed one while the others finish. A warning names its
+    local rank.
 
     Args:
         config: torch's ``LaunchConfig``, or :class:`elastic_launch.config.launch_config.LaunchConfig`, whose command is
@@ -100,7 +103,7 @@ def launch_agent(
     args: list[Any],
     health_check_server: HealthCheckServer | None = None,
 ) -> dict[int, Any]:
-    """Run this node's part of a run, and return its workers' results by global rank.
+    """Run this node's part of a run, and return its workers' results by global rank, see :class:`elastic_launch`.
 
     Raises:
         ValueError: if the configuration or the entry point is not a valid launch.
@@ -364,6 +367,9 @@ def _returned(report: dict[str, Any], call: Results | None) -> dict[int, Any]:
     if not number or call is None:
         return {}
     ranks = [worker["global_rank"] for worker in report["workers"]]
+    if without := [local_rank for local_rank, rank in enumerate(ranks) if rank < 0]:
+        which = ("ranks " if len(without) > 1 else "rank ") + listed(without)
+        log.warning("no result of local %s of this node: no place in round %d, which finished the run", which, number)
     return {rank: call.result(local_rank, number) for local_rank, rank in enumerate(ranks) if rank >= 0}
 
 

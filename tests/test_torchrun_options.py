@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Callable
+from contextlib import closing
 from copy import copy
 from dataclasses import fields, make_dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch.distributed.launcher import api as launcher
 from torch.distributed.run import get_args_parser
 from torch.numa.binding import AffinityMode
 
+from elastic_agents.calls.function import Results
 from elastic_agents.torch_agent import torch_config
 from elastic_launch import api
 from elastic_launch.api_config import from_torch
@@ -320,3 +322,15 @@ def test_a_health_check_server_is_refused_by_torchs_launcher_before_2_13(monkeyp
     config = api.LaunchConfig(1, 1, 1, rdzv_backend="etcd-v2", rdzv_endpoint="localhost:1")
     with pytest.raises(ValueError, match=r"health_check_server: .* torch 2\.13"):
         api.elastic_launch(config, "train.py", HealthCheckServer(lambda: 0, 1, 1))()
+
+
+def test_workers_without_a_place_at_the_end_have_no_result_which_is_said(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = [{"global_rank": rank} for rank in (-1, 4, -1)]
+    report = {"code": 0, "cause": "all workers finished", "round": 3, "workers": workers}
+    monkeypatch.setattr(Results, "result", lambda self, local_rank, number: (local_rank, number))
+    with closing(Results(len, 3)) as call, caplog.at_level(logging.WARNING, "elastic_launch"):
+        assert api._result(api.AgentEnd(report, 0, 0, 1), call, None).return_values == {4: (1, 3)}
+    (told,) = caplog.messages
+    assert told.startswith("no result of local ranks 0, 2 of this node:")
