@@ -72,6 +72,8 @@ class Engine:
         # By directory: the same one in every round, and for a loop that goes on with an earlier one's checkpoints.
         self._managers: dict[str, CheckpointManager] = {}
         self._trained_in: dict[str, int] = {}  # number of the last training that began with it
+        self._unsaved = False  # whether a training so far has no Checkpoint
+        self._warned_of_repeating = False
         self._continues: int | None = None  # number of the training that the current one goes on with
         self.saver = Saver(world or World(), link, self.rounds.confirm_state)
         self.trainings = Trainings()
@@ -188,10 +190,24 @@ class Engine:
                 self._continues = None if checkpoint is None else self._trained_in.get(where)
                 if checkpoint is not None:
                     self._trained_in[where] = self.saver.training
+                if self._unsaved:
+                    self._warn_of_repeating()
+                self._unsaved = self._unsaved or checkpoint is None
                 # Checked now, and again once the optimizer has state: at the first save, hours of work may be lost.
                 self._check(state)
                 self._unchecked = True
         return resumed
+
+    def _warn_of_repeating(self) -> None:
+        """Processes of a further training do not outlive their round, and memory has states of the last one only."""
+        if self.world.round and self.world.rank == 0 and not self._warned_of_repeating:
+            self._warned_of_repeating = True
+            _log.warning(
+                "training %d of this script begins, and an earlier one has no Checkpoint: from here on a fault, or a "
+                "node that joins or leaves, may repeat all of the script's steps. Give each run.steps() and "
+                "Trainer.fit() a Checkpoint.",
+                self.saver.training + 1,
+            )
 
     def step_boundary(
         self,

@@ -82,6 +82,7 @@ def test_a_kill_in_the_second_training_is_an_incident_with_the_steps_lost_in_it(
     agent = job.launch("--standalone", "--nproc", "2", *flags, command=command)
     assert agent.wait(100) == 0, agent.output
     assert agent.output.count("incident 1: crash") == 1, agent.output
+    assert "has no Checkpoint" not in agent.output
     observe = [sys.executable, "-m", "elastic_launch.observe", str(job.logs), "--json"]
     ledger = json.loads(subprocess.run(observe, check=True, capture_output=True, text=True, timeout=60).stdout)
     (incident,) = ledger["incidents"]
@@ -94,6 +95,16 @@ def test_a_kill_in_the_second_training_is_an_incident_with_the_steps_lost_in_it(
     assert ledger["lost_steps"] == incident["lost_steps"]
     assert ledger["steps"] == 20
     assert 0 < ledger["goodput"] < 1
+
+
+def test_a_second_training_warns_that_a_fault_may_repeat_a_first_one_without_a_checkpoint(job: Job) -> None:
+    command = [str(SCRIPTS / "shorter.py"), str(job.work), "0", str(job.directory / "killed")]
+    agent = job.launch("--standalone", "--nproc", "2", command=command)
+    assert agent.wait(100) == 0, agent.output
+    begun = [(event["round"], event["training"]) for event in job.events("training_begun")]
+    assert begun == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    said = r"training 2 of this script begins, and an earlier one has no Checkpoint: .* Give each run.steps\(\) and"
+    assert len(re.findall(said, agent.output)) == 2, f"rank 0 says it in each round: {agent.output}"
 
 
 @pytest.mark.parametrize("step", [6, pytest.param(10, marks=pytest.mark.slow)])

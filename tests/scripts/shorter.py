@@ -1,7 +1,7 @@
 """Two trainings, of which the second is shorter, and fails in its fourth step: ``shorter.py DIRECTORY EVERY [ONCE]``.
 
-The first one saves every two steps, and its end; the second one every EVERY steps. With ONCE, a file that does not
-exist yet, rank 0 is killed there instead, but not again in its next process.
+The first one saves every two steps, and its end; the second one every EVERY steps; with 0 neither does. With ONCE, a
+file that does not exist yet, rank 0 is killed there instead, but not again in its next process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ with el.session() as run:
         model = nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loader = el.ElasticLoader(TensorDataset(torch.ones(160, 4)), el.GlobalBatch(16, micro=8), seed=0)
-        saving = el.Checkpoint(Path(sys.argv[1]) / name, every=every)
+        saving = None if sys.argv[2] == "0" else el.Checkpoint(Path(sys.argv[1]) / name, every=every)
         for step in run.steps(loader, model, optimizer, until="1ep", checkpoint=saving):
             if name == "second" and step.number == 4:
                 if len(sys.argv) < 4:
