@@ -45,7 +45,11 @@ def check_trainable(model: nn.Module, *, meshed: bool = False) -> None:
                 f"{name} is a DTensor, and fully_shard has not sharded the model: its gradient would not be reduced.",
                 f"{MESH_HINT} Or write a loop of your own with run.resume() and run.boundary().",
             )
+        check_not_inference(name, parameter)
     for name, module in model.named_modules():
+        for own, buffer in module._buffers.items():
+            if buffer is not None and own not in module._non_persistent_buffers_set:
+                check_not_inference(f"{name}.{own}" if name else own, buffer)
         where = f"The module {name!r}" if name else "The model"
         if isinstance(module, DistributedDataParallel | DataParallel):
             raise UsageError(
@@ -59,6 +63,15 @@ def check_trainable(model: nn.Module, *, meshed: bool = False) -> None:
                 "Build it without max_norm, and after step.update() do the same on all ranks: "
                 f"with torch.no_grad(): weight.copy_(weight.renorm({module.norm_type:g}, 0, {module.max_norm:g})).",
             )
+
+
+def check_not_inference(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor to which nothing is written outside inference mode, such as a saved value."""
+    if tensor.is_inference():
+        raise UsageError(
+            f"{name} was made in torch.inference_mode(), and torch does not let a training change it.",
+            "Make it in torch.no_grad() instead, or put a clone() of it in its place.",
+        )
 
 
 def check_not_flat(model: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,9 @@ def run() -> Run:
     return Run(Engine(World(), torch.device("cpu")))
 
 
-def _steps(run: Run, model: nn.Module) -> None:
+def _steps(run: Run, model: nn.Module) -> Iterable[el.Step]:
     loader = el.ElasticLoader(torch.arange(16) % 8, el.GlobalBatch(8, 4))
-    run.steps(loader, model, torch.optim.SGD(model.parameters(), 0.1), until=1)
+    return run.steps(loader, model, torch.optim.SGD(model.parameters(), 0.1), until=1)
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
@@ -52,6 +53,15 @@ def test_a_model_that_is_wrapped_or_sharded(run: Run) -> None:
         _steps(run, sharded)
     with pytest.raises(UsageError, match=r"The module '0' is sharded by FullyShardedDataParallel"):
         run.register("model", sharded)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_buffer_that_was_made_in_inference_mode(run: Run, persistent: bool) -> None:
+    model = nn.Linear(4, 4)
+    with torch.inference_mode():
+        model.register_buffer("mean", torch.zeros(4), persistent=persistent)
+    with pytest.raises(UsageError, match=r"mean was made in torch\.inference_mode\(\)(.|\n)*torch\.no_grad\(\)"):
+        next(iter(_steps(run, model)))
 
 
 def test_objects_may_be_registered_after_the_state_was_restored_and_functions_not(run: Run, tmp_path: Path) -> None:

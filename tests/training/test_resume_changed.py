@@ -273,3 +273,42 @@ def test_checkpoints_without_names_are_refused_by_the_shapes() -> None:
     other = torch.optim.AdamW(list(model.parameters())[::-1], lr=0.1)
     found = differences(other, optimizer.state_dict(), "AdamW")
     assert found == "exp_avg of its parameter 0 has the shape [4, 3], and the parameter here [1]"
+
+
+class _Masked(nn.Module):
+    """A linear layer with an expanded buffer, which two names have, and an expanded frozen parameter."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.register_buffer("mask", (value * torch.ones(2, 1, 3)).expand(2, 4, 3))
+        self.register_buffer("same", self.mask)
+        self.scale = nn.Parameter(torch.full((1,), value).expand(3), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x * self.scale)
+        return out
+
+
+def test_expanded_tensors_get_the_saved_values_and_stay_as_they_are(tmp_path: Path) -> None:
+    """As several elements of them are one in memory, torch refuses to write to them."""
+    _train(tmp_path, "3ba", lambda: _Masked(2.0))
+    model = _Masked(1.0)
+    at = model.mask.data_ptr(), model.scale.data_ptr()
+    _train(tmp_path, "6ba", lambda: model)
+    assert torch.equal(model.mask, torch.full((2, 4, 3), 2.0))
+    assert torch.equal(model.scale, torch.full((3,), 2.0))
+    assert model.same is model.mask
+    assert (model.mask.data_ptr(), model.scale.data_ptr()) == at
+    assert model.mask.stride() == (3, 0, 1)
+
+
+def test_an_expanded_tensor_gets_memory_of_its_own_for_values_that_differ() -> None:
+    model = _Masked(1.0)
+    state = TrainingState()
+    state.register("model", model)
+    mask = torch.arange(24.0).reshape(2, 4, 3)
+    saved = {**model.state_dict(), "mask": mask, "same": mask}
+    state.load(Resumed(state={"model": saved}, origin="The checkpoint of step 3"), again=False)
+    assert torch.equal(model.mask, mask)
+    assert model.same is model.mask

@@ -78,6 +78,14 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
 
 
+def unexpanded(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """Return the first element along each dimension in which a tensor with these strides has one in memory."""
+    for dimension, stride in enumerate(strides):
+        if stride == 0 and tensor.shape[dimension] > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a dense tensor without copying them; the caller must keep the tensor alive."""
     size = tensor.numel() * tensor.element_size()

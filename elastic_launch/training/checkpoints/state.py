@@ -24,6 +24,7 @@ from elastic_launch.training.checkpoints.matching import (
     other_dtype,
     reordered,
 )
+from elastic_launch.training.checkpoints.module_loading import load_module
 from elastic_launch.training.checkpoints.optimizer_loading import load_optimizer
 from elastic_launch.training.checkpoints.options import Given
 from elastic_launch.training.checkpoints.parts import Collected, Gathered, Group, Stateful, flat, is_stateful
@@ -380,7 +381,12 @@ def _load(
     if isinstance(part, torch.optim.Optimizer) and holds_shards(part) and "param_groups" not in saved:
         _refuse(name, origin, "it has its own format, whose sharding is unknown")
     try:
-        load_optimizer(part, saved) if isinstance(part, torch.optim.Optimizer) else part.load_state_dict(saved)
+        if isinstance(part, torch.optim.Optimizer):
+            load_optimizer(part, saved)
+        elif isinstance(part, nn.Module):
+            load_module(part, saved)
+        else:
+            part.load_state_dict(saved)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         found, hint = module_differences(part, saved) if isinstance(part, nn.Module) else ("", "")
         _refuse(name, origin, found or f"{type(error).__name__}: {error}", hint, error)

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from elastic_launch.errors import UsageError
-from elastic_launch.training.wrapped import is_sharded
+from elastic_launch.training.wrapped import check_not_inference, is_sharded
 
 RULES = ("mean", "sum", "last", "min", "max", "ignore", "error")
 
@@ -125,6 +125,8 @@ def _buffer(found: list[tuple[str, nn.Module, str]], rules: Mapping[str, str]) -
         rule = rules[DEFAULT]
     else:
         rule = "mean" if saved and tensor.is_floating_point() and _is_average(name) else None
+    if rule != "ignore":
+        check_not_inference(full, tensor)
     by_batch_norm = pattern is None and isinstance(module, _NormBase)
     owners = tuple((owner, name) for _, owner, name in found)
     return Buffer(full, tensor, owners, rule, not by_batch_norm, saved)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from elastic_launch.shared_progress import Activity
 from elastic_launch.snapshot.format import tree
-from elastic_launch.snapshot.format.dtypes import bytes_of, flat_bytes
+from elastic_launch.snapshot.format.dtypes import bytes_of, flat_bytes, unexpanded
 from elastic_launch.training.link import AgentLink
 from elastic_launch.training.live.waits import on_host, wait_for
 from elastic_launch.training.ranks.mesh import ALL, RankGroup
@@ -122,9 +122,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], *, by_host: bool = False, among
         value = tensor.detach()
         if not value.numel():
             continue
-        for dimension in reversed(range(value.dim())):
-            if value.stride(dimension) == 0:  # expanded: one element in memory along this dimension
-                value = value.select(dimension, 0)
+        value = unexpanded(value, value.stride())
         # As bytes: not every backend supports every dtype, and none supports gaps.
         dense = flat_bytes(value)
         if by_host:
