@@ -233,9 +233,9 @@ class Best(Value):
     """The best checkpoints by a metric, which are not removed.
 
     A checkpoint without the metric, or with NaN, is not among the best. If evaluations follow each other faster than
-    checkpoints are written, only the newest of those that wait is written. After a fault between an evaluation and its
-    checkpoint, the results may belong to the checkpoint of one of the next two steps, or to none. The results are in
-    the checkpoint's manifest (``meta``, ``metrics``).
+    checkpoints are written, training waits, or the agent logs which evaluation has no checkpoint. After a fault between
+    an evaluation and its checkpoint, the results may belong to the checkpoint of one of the next two steps, or to none.
+    The results are in the checkpoint's manifest (``meta``, ``metrics``).
 
     Args:
         metric: name of the metric in the evaluations, such as ``"loss"``.
@@ -272,6 +272,7 @@ class CopyJob(Value):
         nonce: part of the copy's name, the same on all these nodes.
         last: this is the final copy, which is not needed if this snapshot or a newer one is stored already.
         stands_by: another node saves this state. This one does if no other can, and then adds it without removing any.
+        results: it has the results of an evaluation that ``keep_best`` keeps: no newer snapshot takes its place.
     """
 
     sequence: Count
@@ -288,6 +289,7 @@ class CopyJob(Value):
     keep_every: Count = 0
     keep_best: Best | None = None
     stands_by: bool = False
+    results: bool = False
 
     def __post_init__(self) -> None:
         if self.share >= self.shares:

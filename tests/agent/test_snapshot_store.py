@@ -36,6 +36,29 @@ from elastic_launch.snapshot.storage import owner
 from elastic_launch.snapshot.storage.shares import nonce_of
 
 
+@given(st.lists(st.sampled_from(["store", "pin", "unpin", "agreed", "await"]), max_size=40))
+def test_what_awaits_its_copy_is_never_overwritten(events: list[str]) -> None:
+    """Only if the copy of another one goes on, and the last good one is a third, does it give way to a new one."""
+    book, sequence = SlotTable(), 0
+    for event in events:
+        if event == "store":
+            sequence += 1
+            slot, agreed = book.use, book._good is not None
+            before = book.awaits
+            assert book.pinned is None or book.pinned.slot != slot
+            book.stored(HeldSlot(slot, sequence, sequence, 1))
+            assert book.awaits is None or book.awaits.slot != slot
+            assert book.awaits == before or (agreed and book.pinned is not None)
+        elif event == "pin":
+            book.pin()
+        elif event == "await":
+            book.awaits = book.newest
+        elif event == "agreed":
+            book.agreed()
+        else:
+            book.unpin()
+
+
 @given(st.lists(st.sampled_from(["store", "pin", "unpin"]), max_size=40))
 def test_a_slot_in_use_is_never_overwritten(events: list[str]) -> None:
     book, sequence = SlotTable(), 0
@@ -122,9 +145,18 @@ class Node:
         headers = [slot.header() for slot in self.slots if slot.allocated]
         return sorted(-1 if header is None else header.step for header in headers)
 
-    def store(self, step: int, *, durable: bool = True, round: int = 1, keep: int = 2, training: int = 0) -> None:
+    def store(
+        self,
+        step: int,
+        *,
+        durable: bool = True,
+        round: int = 1,
+        keep: int = 2,
+        training: int = 0,
+        results: bool = False,
+    ) -> None:
         self._write(step, self.meta, round, training)
-        job = CopyJob(self.sequence, step, round, stands_by=self.stands_by)
+        job = CopyJob(self.sequence, step, round, stands_by=self.stands_by, results=results)
         if durable or not self.rank:
             job = replace(job, directory=str(self.directory), keep=keep, now=durable, owner=self.owner)
         if durable and self.nodes > 1:
@@ -294,6 +326,46 @@ def test_a_copy_that_comes_late_asks_for_another_to_be_copied(node: Node, worker
         wait_for("the question", lambda: node.asked)
         node.store(5)
     assert node.copied() == [5 if workers else 4, 1]
+
+
+def test_what_has_results_waits_for_a_slow_copy_and_newer_ones_do_not_replace_it(node: Node) -> None:
+    goes_on = node.holds_up_a_copy()
+    node.store(2, results=True)
+    node.store(3)
+    for step in (4, 5):
+        node.store(step, durable=False)
+    node.store(6)
+    goes_on.set()
+    assert node.snapshot_store.wait(30 * SLOWNESS)
+    assert [told.step for told in node.told] == [1, 2, 6]
+    assert not node.asked
+
+
+def test_what_has_results_is_tried_again_and_not_a_newer_one(
+    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "PAUSE", 0.5)
+    node.directory.write_text("a file")
+    node.store(1, results=True)
+    wait_for("the first attempt", lambda: "Tried again" in caplog.text)
+    for step in (2, 3, 4):
+        node.store(step, durable=step != 3)
+    node.directory.unlink()
+    assert node.snapshot_store.wait(30 * SLOWNESS)
+    assert [told.step for told in node.told] == [1, 4]
+
+
+def test_results_for_which_there_is_no_slot_are_named(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    goes_on = node.holds_up_a_copy()
+    node.workers = False
+    for step in (2, 3):
+        node.store(step, results=True)
+    for step in (4, 5):
+        node.store(step, durable=False)
+    goes_on.set()
+    assert node.snapshot_store.wait(30 * SLOWNESS)
+    assert [told.step for told in node.told] == [1, 2, 5]
+    assert "the evaluation after step 3 has no checkpoint" in caplog.text
 
 
 def test_a_part_of_a_snapshot_is_not_copied_in_place_of_a_whole_one(node: Node) -> None:

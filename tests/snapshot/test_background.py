@@ -78,6 +78,20 @@ def test_the_newest_replaces_what_waits(gate: Gate, tmp_path: Path) -> None:
     assert [info.step for info in find(tmp_path, refuse)] == [4, 1]
 
 
+def test_a_newer_state_does_not_replace_one_that_is_to_stay(gate: Gate, tmp_path: Path) -> None:
+    with closing(BackgroundWriter(tmp_path)) as writer:
+        writer.submit(state_of(1), step=1, round=0)
+        assert gate.begun.acquire(timeout=30)
+        assert not writer.drop_waiting()
+        for step in (2, 3, 4):
+            writer.submit(state_of(step), step=step, round=0, stays=step == 3)
+        assert writer.drop_waiting()
+        writer.submit(state_of(5), step=5, round=0)
+        gate.may_go.release(3)
+        assert writer.flush(30)
+        assert [outcome.step for outcome in writer.poll()] == [1, 3, 5]
+
+
 def test_close_writes_what_waits(gate: Gate, tmp_path: Path) -> None:
     writer = BackgroundWriter(tmp_path)
     writer.submit(state_of(1), step=1, round=0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import runpy
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,13 @@ from torch.utils.data import TensorDataset
 
 import elastic_launch as el
 from elastic_launch import snapshot
+from elastic_launch.contract import CopyJob
 from elastic_launch.errors import UsageError
 from elastic_launch.faults import FaultPlan
+from elastic_launch.snapshot.storage import background
 from elastic_launch.training.checkpoints.manager import CheckpointManager
+from elastic_launch.training.link import AgentLink
+from elastic_launch.training.ranks.world import World
 from elastic_launch.training.session import Run
 
 SCRIPT = str(SCRIPTS / "keeping.py")
@@ -67,6 +73,63 @@ def test_a_process_that_goes_back_has_no_results_of_later_states(tmp_path: Path,
     assert not checkpoint.due_everywhere(8)
     assert not checkpoint.wanted(4)
     assert not checkpoint.metrics
+
+
+def test_results_are_wanted_unless_better_ones_are_being_saved(tmp_path: Path) -> None:
+    checkpoint = CheckpointManager(el.Checkpoint(tmp_path, every=100, keep_best=el.Best("score", "max", count=2)))
+
+    def wanted(score: float) -> bool:
+        checkpoint.record({"score": score})
+        assert checkpoint.take_results() == {"score": score}
+        return checkpoint.route(World(), True, CopyJob(1, 7, 1), 0).results
+
+    assert [wanted(score) for score in (5.0, 7.0, 4.0, math.nan, 5.0, 6.0, 5.5)] == [
+        *(True, True, False, False),
+        *(True, True, False),
+    ]
+    assert not checkpoint.route(World(), False, CopyJob(1, 7, 1), 0).results
+    assert checkpoint.take_results() == {}
+    assert not checkpoint.route(World(), True, CopyJob(1, 7, 1), 0).results
+
+
+@pytest.mark.parametrize("how", ["put off", "lost", "torn"])
+def test_the_results_of_a_snapshot_that_is_not_saved_are_for_the_next_one(tmp_path: Path, how: str) -> None:
+    checkpoint = CheckpointManager(el.Checkpoint(tmp_path, every=100, keep_best=el.Best("score")))
+    checkpoint.record({"score": 3.0}, 8)
+    assert checkpoint.take_results() == {"score": 3.0}
+    checkpoint.requested(8, AgentLink())
+    assert not checkpoint.wanted(8)
+    if how == "put off":
+        checkpoint.put_off(8)
+    elif how == "lost":
+        checkpoint.lost(8, "there is no memory")
+    else:
+        checkpoint.torn(8)
+    assert checkpoint.wanted(9)
+    assert checkpoint.take_results() == {"score": 3.0}
+    checkpoint.record({"score": 2.0})
+    checkpoint.put_off(9)
+    assert checkpoint.take_results() == {"score": 2.0}
+
+
+def test_the_best_is_saved_however_slow_the_storage_is(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(*args: Any, write: Any = background.write, **options: Any) -> Any:
+        time.sleep(0.3)
+        return write(*args, **options)
+
+    monkeypatch.setattr(background, "write", slow)
+    model, optimizer = _model()
+    saving = el.Checkpoint(tmp_path, every=2, keep=1, keep_best=el.Best("score", "max"))
+    loader = el.ElasticLoader(DATA, el.GlobalBatch(8, 8))
+    for step in run.steps(loader, model, optimizer, until="9ba", checkpoint=saving):
+        for x, y in step:
+            step.backward(nn.functional.mse_loss(step.model(x), y))
+        step.update()
+        if step.number in (3, 5, 6):
+            run.record({"score": {3: 0.7, 5: 0.9, 6: 0.8}[step.number]})
+    assert kept(tmp_path) == {5: 0.9, 9: None}
 
 
 def _written(run: Run) -> None:

@@ -21,13 +21,15 @@ class HeldSlot:
 class SlotTable:
     """Invariant: neither the newest snapshot nor the one being copied is in the slot that is written next.
 
-    Nor is the last one that is known to be good, once ranks verify steps. If it is neither of these two, no slot is
-    left, and the newest is replaced.
+    Nor is the last one that is known to be good, once ranks verify steps, nor one that has results and awaits its copy
+    while another is copied. If these leave no slot, the newest is replaced.
     """
 
     def __init__(self) -> None:
         self.newest: HeldSlot | None = None
         self.pinned: HeldSlot | None = None
+        self.awaits: HeldSlot | None = None
+        """What is to be copied after the pinned one, and is not replaced by a newer one."""
         self._good: HeldSlot | None = None
         self._next: int | None = None  # the slot that was to be written after the last snapshot
         self.sequence = 0
@@ -36,11 +38,12 @@ class SlotTable:
     @property
     def use(self) -> int:
         """The slot to write next."""
-        taken = {held.slot for held in (self.newest, self.pinned, self._good) if held is not None}
-        free = set(range(SLOTS)) - taken
+        kept = (self.newest, self.pinned, self.awaits, self._good)
+        free = set(range(SLOTS)) - {held.slot for held in kept if held is not None}
         if not free:
-            assert self.newest is not None
-            return self.newest.slot
+            given_up = self.newest if self.newest != self.pinned else self.awaits
+            assert given_up is not None
+            return given_up.slot
         return min(free)
 
     def agreed(self) -> None:
@@ -54,6 +57,8 @@ class SlotTable:
         """Record a new snapshot."""
         if held.sequence > self.sequence:
             self.newest, self.sequence = held, held.sequence
+        if self.awaits is not None and self.awaits.slot == held.slot:
+            self.awaits = None
         self._next = self.use
 
     def seen(self, held: Iterable[HeldSlot]) -> None:
@@ -62,11 +67,18 @@ class SlotTable:
         self.newest = max(there, key=lambda one: one.sequence, default=None)
         if self._good not in there:
             self._good = None
+        if self.awaits not in there:
+            self.awaits = None
         self.sequence = max(self.sequence, self.newest.sequence if self.newest else 0)
 
     def pin(self) -> HeldSlot | None:
         """Keep the newest snapshot until :meth:`unpin`, and return it."""
         self.pinned = self.newest
+        return self.pinned
+
+    def pin_awaited(self) -> HeldSlot | None:
+        """Keep the snapshot that awaits its copy until :meth:`unpin`, and return it."""
+        self.pinned, self.awaits = self.awaits, None
         return self.pinned
 
     def unpin(self) -> None:

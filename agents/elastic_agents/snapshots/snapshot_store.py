@@ -41,6 +41,9 @@ class SnapshotStore:
     snapshot is copied, and its meta says that it was not compared. What several nodes copy together is always the
     marked snapshot; nodes other than the first skip their share if they are late.
 
+    A snapshot with results that ``keep_best`` wants is copied before newer ones, and again if that fails. There is a
+    slot for one that waits while another is copied; the log has the steps of those that were replaced.
+
     Args:
         may_commit: whether this node is still a member of the run; called, from any thread, before a copy appears, and
             before a checkpoint that a worker writes itself.
@@ -73,6 +76,7 @@ class SnapshotStore:
         self._changed = threading.Condition()
         self._target: CopyJob | None = None  # for the last copy, of whatever snapshot is the newest then
         self._job: CopyJob | None = None  # the next one
+        self._later: CopyJob | None = None  # the one after it, if that one has results
         self._current: CopyJob | None = None  # the one that is carried out
         self._copied = 0
         self._given_up = 0  # the highest sequence number that could not be copied, after all attempts
@@ -112,14 +116,34 @@ class SnapshotStore:
         with self._changed:
             self._book.stored(HeldSlot(stored.slot, job.sequence, job.step, job.round))
             stands_by = job.stands_by or job.share > 0
-            target = replace(job, sequence=0, shares=1, share=0, stands_by=stands_by)
+            target = replace(job, sequence=0, shares=1, share=0, stands_by=stands_by, results=False)
             self._target = target if job.directory else None
             if job.now and job.directory:
-                self._job = job
-                if not self._reading:
+                if self._queue(job) and not self._reading:
                     self._book.pin()
-                self._changed.notify_all()
+                elif self._job is job and job.results:
+                    self._book.awaits = self._book.newest
             return self._book.use
+
+    def _queue(self, job: CopyJob) -> bool:
+        """Queue a job instead of those that wait, or after one with results; return whether it is the next."""
+        self._changed.notify_all()
+        if self._job is not None and self._job.results and self._there(self._job):
+            self._give_up(self._later)
+            self._later = job
+            return False
+        self._give_up(self._job)
+        self._job, self._later = job, None
+        return True
+
+    def _there(self, job: CopyJob) -> bool:
+        kept = (self._book.newest, self._book.pinned, self._book.awaits)
+        return job.sequence in [held.sequence for held in kept if held is not None]
+
+    def _give_up(self, job: CopyJob | None) -> None:
+        if job is not None and job.results and not job.share:
+            text = "the evaluation after step %d has no checkpoint: its snapshot was replaced before it was copied"
+            _log.warning(text, job.step)
 
     def agreed(self) -> None:
         """Keep the newest snapshot until this is called again: all ranks agree about the state so far."""
@@ -154,7 +178,7 @@ class SnapshotStore:
             if newest is None:
                 return
             _log.warning("the state of step %d in this node's memory is dropped: the run has begun anew", newest.step)
-            self._job = None
+            self._job = self._later = None
             self._forgets = self._current is not None
             if self._copier is not None:
                 self._copier.kill()
@@ -178,9 +202,9 @@ class SnapshotStore:
         self._look()
         found = sorted(self._headers(), key=lambda pair: (pair[1].round, pair[1].step, pair[1].sequence))
         needed = {header.training: number for number, header in found if header.training > self._restored}
-        pinned = self._book.pinned
+        pinned, awaits = self._book.pinned, self._book.awaits
         newest = None if self._at_rest or (pinned is not None and self._job is None) else self._book.newest
-        kept = {*needed.values(), *(held.slot for held in (pinned, newest) if held is not None)}
+        kept = {*needed.values(), *(held.slot for held in (pinned, awaits, newest) if held is not None)}
         for number, slot in enumerate(self._slots):
             if number not in kept:
                 slot.free()
@@ -212,11 +236,11 @@ class SnapshotStore:
             there = header is not None and header.sequence == newest.sequence
             current = self._current if self._book.pinned == newest else None
             # A share alone is not a checkpoint, as the node that would commit it may be gone.
-            under_way = any(job is not None and not job.share for job in (self._job, current))
+            jobs = [job for job in (self._job, self._later, current) if job is not None and not job.share]
+            under_way = any(not job.results or job.sequence == newest.sequence for job in jobs)
             done = self._copied if stands_in else max(self._copied, self._given_up)
             if there and newest.sequence > done and not under_way:
-                self._job = replace(target, last=True)
-                self._changed.notify_all()
+                self._queue(replace(target, last=True))
 
     def has_saved(self, training: int, step: int) -> bool:
         """Whether the newest snapshot is of that step of a training, and in durable storage."""
@@ -375,7 +399,7 @@ class SnapshotStore:
     def _next(self) -> CopyJob | None:
         with self._changed:
             self._changed.wait_for(lambda: self._job is not None or self._closing)
-            job, self._job = self._job, None
+            job, self._job, self._later = self._job, self._later, None
             self._current = None if self._closing else job
             return self._current
 
@@ -384,8 +408,7 @@ class SnapshotStore:
         newest = self.newest
         with self._changed:
             job = self._replaced(job)
-            pinned = self._book.pinned
-        there = job.sequence in [held.sequence for held in (newest, pinned) if held is not None]
+            there = self._there(job)
         if job.share or job.last or newest is None or there or not self._writes:
             return job
         if not self._tell(Save()):
@@ -395,15 +418,28 @@ class SnapshotStore:
             return self._replaced(job)
 
     def _replaced(self, job: CopyJob) -> CopyJob:
-        """Return the queued job, which replaces the current one from now on, or the current one if there is none."""
-        self._current, self._job = self._job or job, None
-        return self._current
+        """Return the queued job, which replaces the current one from now on, or the current one if there is none.
+
+        One with results is not replaced as long as its snapshot is there.
+        """
+        if self._job is not None and not (job.results and self._there(job)):
+            self._give_up(job)
+            job, self._job, self._later = self._job, self._later, None
+        self._current = job
+        return job
 
     def _take(self, job: CopyJob) -> HeldSlot | None:
         """Pin the snapshot of a job while it is copied, or the newest if that one is gone."""
         with self._changed:
-            if self._book.pinned is None or self._book.pinned.sequence != job.sequence:
+            awaits, pinned = self._book.awaits, self._book.pinned
+            if awaits is not None and awaits.sequence == job.sequence:
+                self._book.pin_awaited()
+            elif pinned is None or pinned.sequence != job.sequence:
                 self._book.pin()
+            if self._job is not None and self._job.results:
+                next_ones = [held for held in (pinned, self._book.newest) if held is not None]
+                found = next((held for held in next_ones if held.sequence == self._job.sequence), None)
+                self._book.awaits = found or self._book.awaits
             self._reading = self._book.pinned is not None
             return self._book.pinned
 
@@ -428,13 +464,18 @@ class SnapshotStore:
                 return None
             if held is None:
                 return None
+            if held.sequence != job.sequence:
+                self._give_up(job)
+                job = replace(job, results=False)
             together = job.shares > 1 and attempt == 1 and held.sequence == job.sequence
             copied = self._ask(job if together else replace(job, shares=1), held)
+            ended = copied.path or copied.final or attempt == ATTEMPTS or self._closing or self._forgets
             with self._changed:
-                self._let_go()
+                if ended or not job.results:
+                    self._let_go()
             if copied.path:
                 self._copied = held.sequence
-            if copied.path or copied.final or attempt == ATTEMPTS or self._closing or self._forgets:
+            if ended:
                 self._given_up = self._given_up if copied.path else held.sequence
                 return copied
             _log.warning("checkpoint of step %d: %s Tried again in %.1f s.", held.step, copied.error, pause)

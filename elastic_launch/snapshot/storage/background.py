@@ -41,7 +41,8 @@ class WriteOutcome:
 class BackgroundWriter:
     """Writes checkpoints in a thread, one at a time. The caller must close it.
 
-    The newest state wins: a state waiting for a write in progress is replaced by the next one submitted. Errors do not
+    The newest state wins: a state waiting for a write in progress is replaced by the next one submitted, unless it is
+    to stay. Errors do not
     end the thread; ``poll`` returns them or, if ``poll`` is not called, ``close`` raises the last one.
 
     Args:
@@ -67,7 +68,7 @@ class BackgroundWriter:
         self._commits: dict[str, Any] = {"owner": owner, "may_commit": may_commit}
         self._prune = None if keep is None else partial(prune, directory, keep, every=keep_every, best=keep_best)
         self._changed = threading.Condition()
-        self._waiting: dict[str, Any] | None = None  # arguments of `write`
+        self._waiting: list[tuple[bool, dict[str, Any]]] = []  # whether it stays, and arguments of `write`
         self._busy = False
         self._closing = False
         self._ended = False
@@ -76,8 +77,10 @@ class BackgroundWriter:
         self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
         self._thread.start()
 
-    def submit(self, state: Any, *, step: int, round: int, meta: dict[str, Any] | None = None) -> None:
-        """Queue a state for writing, and return at once.
+    def submit(
+        self, state: Any, *, step: int, round: int, meta: dict[str, Any] | None = None, stays: bool = False
+    ) -> None:
+        """Queue a state for writing, and return at once; if it ``stays``, it is written even if a newer one follows.
 
         It is as for ``write`` or ``write_own``, and is not changed any more, since it is read later in another thread.
         """
@@ -85,13 +88,21 @@ class BackgroundWriter:
         with self._changed:
             if self._closing or self._ended:
                 raise CheckpointError("A checkpoint was submitted to a writer that has ended.")
-            self._waiting = {"state": state, "step": step, "round": round, "meta": meta}
+            self._drop()
+            self._waiting.append((stays, {"state": state, "step": step, "round": round, "meta": meta}))
             self._changed.notify_all()
 
-    def drop_waiting(self) -> None:
-        """Drop the state that waits for a write in progress, since a newer one is about to be submitted."""
+    def drop_waiting(self) -> bool:
+        """Drop the state that waits for a write in progress, since a newer one is about to be submitted.
+
+        Return whether one is left that is to stay.
+        """
         with self._changed:
-            self._waiting = None
+            self._drop()
+            return bool(self._waiting)
+
+    def _drop(self) -> None:
+        self._waiting = [each for each in self._waiting if each[0]]
 
     def poll(self) -> list[WriteOutcome]:
         """Return the outcomes not yet returned, oldest first; does not wait."""
@@ -126,16 +137,16 @@ class BackgroundWriter:
             raise errors[-1]
 
     def _idle(self) -> bool:
-        return self._waiting is None and not self._busy
+        return not self._waiting and not self._busy
 
     def _run(self) -> None:
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._waiting is not None or self._closing)
-                    request, self._waiting = self._waiting, None
-                    if request is None:
+                    self._changed.wait_for(lambda: self._waiting or self._closing)
+                    if not self._waiting:
                         return
+                    request = self._waiting.pop(0)[1]
                     self._busy = True
                 outcome = self._outcome(**request)
                 # Free it before waiting for the next one: a state may be as large as the model.

@@ -8,6 +8,7 @@ together.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import time
@@ -77,6 +78,9 @@ class CheckpointManager:
         self.metrics: dict[str, float] = {}
         """Results of the last evaluation since the last save, if checkpoints are kept by them."""
         self._evaluated: int | None = None  # step at whose boundary all ranks have them
+        self._taken_results: dict[str, float] = {}  # those in the last state that was to be saved
+        self._stays = False  # whether that state is among the best
+        self._scores: list[float] = []  # of the best states so far, the lowest first; negative if higher is better
         self.branch = Branch()
         """The branch of the training that checkpoints are saved under."""
         self._run = ""  # the number of the run
@@ -241,7 +245,22 @@ class CheckpointManager:
 
     def forget_results(self) -> None:
         """Forget the results of an evaluation for the next checkpoint: this process goes back to an earlier state."""
-        self.metrics, self._evaluated = {}, None
+        self.metrics, self._evaluated, self._taken_results, self._scores = {}, None, {}, []
+
+    def take_results(self) -> dict[str, float]:
+        """Return the results for the state that is to be saved now, if any, and note whether it is among the best."""
+        self._taken_results, self.metrics, self._stays = self.metrics, {}, False
+        if (best := self.settings.keep_best) is not None and self._taken_results:
+            score = self._taken_results[best.metric] * (1 if best.mode == "min" else -1)
+            # Of equal ones, the newer one is kept.
+            self._stays = sum(other < score for other in self._scores) < best.count and not math.isnan(score)
+            self._scores = sorted([*self._scores, score])[: best.count] if self._stays else self._scores
+        return self._taken_results
+
+    def _give_back(self) -> None:
+        """Have the results for the next state, as the one that has them is not saved."""
+        self.metrics, self._taken_results = self.metrics or self._taken_results, {}
+        self._scores = []
 
     def route(self, world: World, now: bool, job: CopyJob, size: int) -> CopyJob:
         """Complete the job to copy a snapshot, or a share of it, to this directory.
@@ -252,7 +271,7 @@ class CheckpointManager:
         stands_by = not together and not self.writes
         owner = self._owner or self._as_owner()
         job = replace(job, directory=str(self.directory), keep=self.settings.keep, owner=owner, stands_by=stands_by)
-        job = replace(job, now=now and not stands_by)
+        job = replace(job, now=now and not stands_by, results=now and self._stays)
         job = replace(job, keep_every=self.settings.keep_every, keep_best=self.settings.keep_best)
         if not together:
             return job
@@ -296,6 +315,7 @@ class CheckpointManager:
         """Record that the state after a step is not in memory after all and will not be copied."""
         if step in (self._awaited, self._owed):
             self._awaited = self._owed = 0
+            self._give_back()
             self._lose(step, 0.0, snapshot.CheckpointWriteError(f"its snapshot is lost: {reason}"))
 
     def _lose(self, step: int, seconds: float, error: snapshot.CheckpointError) -> None:
@@ -316,11 +336,13 @@ class CheckpointManager:
         """Record that the copy of the state after a step was given up; a later state will be saved instead."""
         if step == self._awaited:
             self._awaited, self._owed = 0, step
+            self._give_back()
 
     def put_off(self, step: int) -> None:
         """Save a later state instead of the one after this step; the interval restarts, as on the other ranks."""
         self._restart_interval(step)
         self._owed = step
+        self._give_back()
 
     def save(
         self,
@@ -353,7 +375,7 @@ class CheckpointManager:
         if isinstance(state, dict):
             self._submit(self._writer, state, step, meta, frozenset(own))
         else:
-            self._writer.submit(state, step=step, round=self.branch.round, meta=meta)
+            self._writer.submit(state, step=step, round=self.branch.round, meta=meta, stays=self._stays)
 
     def _restart_interval(self, step: int) -> None:
         self._last_step, self._last_time, self.doubted = step, time.monotonic(), False
@@ -371,14 +393,15 @@ class CheckpointManager:
         There must be room besides it for what the next step needs for a while, such as gradients, in each worker of
         the node as in this one.
         """
-        writer.drop_waiting()  # the copies would add up
+        too_many = writer.drop_waiting() and self._stays  # the copies would add up
         size, (free, where) = bytes_in(state, own), room()
         # The peak includes a copy that has been written and dropped since.
         self._step_bytes = max(self._step_bytes, below_peak() - self._copy_bytes)
         step_needs = self._workers * self._step_bytes
-        if size + step_needs > MOST_OF_FREE * free:
+        if too_many or size + step_needs > MOST_OF_FREE * free:
             if not writer.flush(FINAL_TIMEOUT):
                 why = "which has the only copy of the state that there is memory for"
+                why = "and the results of two evaluations wait for it" if too_many else why
                 self._lose(step, FINAL_TIMEOUT, self._still_writing(why))
                 return
             free, where = room()
@@ -399,7 +422,7 @@ class CheckpointManager:
                 where,
                 MORE_MEMORY,
             )
-        writer.submit(state, step=step, round=self.branch.round, meta=meta)
+        writer.submit(state, step=step, round=self.branch.round, meta=meta, stays=self._stays)
         if not fits and not writer.flush(FINAL_TIMEOUT):
             raise self._still_writing("and training waits for it, as there is no memory for a copy of the state")
 
@@ -429,6 +452,7 @@ class CheckpointManager:
                 self._saved = max(self._saved or 0, outcome.step)  # also if old ones could not be removed
             else:
                 self._error, self._unsaved = outcome.error or self._error, max(self._unsaved, outcome.step)
+                self._scores = []  # which of the best are saved is not known
         return own + copied
 
     def finish(self, report: Report = lambda outcome: None, *, wait: bool = True) -> list[snapshot.WriteOutcome]:

@@ -650,8 +650,8 @@ class Saver:
             meta["compared"] = self._equal == (self._branch.round, step)
         if checkpoint is not None:
             meta["saved"] = checkpoint.standing(step, now=now)
-            if now and checkpoint.metrics:
-                meta["metrics"], checkpoint.metrics = checkpoint.metrics, {}
+            if now and (results := checkpoint.take_results()):
+                meta["metrics"] = results
         return meta
 
     def is_durable(self, step: int, checkpoint: CheckpointManager | None) -> bool:
