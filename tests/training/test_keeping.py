@@ -7,6 +7,7 @@ import runpy
 import sys
 import time
 from collections.abc import Iterator
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,17 @@ def test_results_are_wanted_unless_better_ones_are_being_saved(tmp_path: Path) -
     assert not checkpoint.route(World(), False, CopyJob(1, 7, 1), 0).results
     assert checkpoint.take_results() == {}
     assert not checkpoint.route(World(), True, CopyJob(1, 7, 1), 0).results
+
+
+class Metric(StrEnum):
+    SCORE = "score"
+
+
+def test_a_metric_may_be_named_by_an_enum(tmp_path: Path) -> None:
+    checkpoint = CheckpointManager(el.Checkpoint(tmp_path, every=100, keep_best=el.Best("score")))
+    checkpoint.record({Metric.SCORE: 3.0})
+    assert [type(name) for name in checkpoint.take_results()] == [str]
+    assert checkpoint.take_results() == {}
 
 
 @pytest.mark.parametrize("how", ["put off", "lost", "torn"])

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -300,3 +301,10 @@ def test_a_group_that_was_added_in_the_loop_is_no_difference(tmp_path: Path, cap
     Training(tmp_path, 3, sgd(0.1), move=add)
     assert Training(tmp_path, 4, two).rates == [[0.1, 0.5]]
     assert not caplog.text
+
+
+def test_the_name_of_a_group_may_be_of_a_class_of_strings(tmp_path: Path) -> None:
+    def named(model: nn.Module) -> Optimizer:
+        return SGD([{"params": model.parameters(), "name": np.str_("head")}], lr=0.1)
+
+    assert Training(tmp_path, 2, named).rates == Training(tmp_path, 4, named).rates

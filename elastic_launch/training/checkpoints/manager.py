@@ -241,7 +241,9 @@ class CheckpointManager:
             raise UsageError(
                 f"Checkpoint(keep_best={self.settings.keep_best}): the evaluation has {has}.", "Name one of these."
             )
-        self.metrics, self._evaluated = {name: float(value) for name, value in metrics.items()}, step
+        # A name may be of a subclass, as in an enum, which a checkpoint cannot hold.
+        self.metrics = {str.__str__(name): float(value) for name, value in metrics.items()}
+        self._evaluated = step
 
     def forget_results(self) -> None:
         """Forget the results of an evaluation for the next checkpoint: this process goes back to an earlier state."""

@@ -301,8 +301,10 @@ def _with_repeats(options: Options, places: Iterable[str]) -> Options:
 
 def _plain(value: Any) -> Any:
     """Return an option's value as a plain one, which a saved state's meta can have."""
-    if value is None or isinstance(value, bool | str):
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, str):
+        return str.__str__(value)  # without a subclass, such as an enum's
     if isinstance(value, int | float):
         return float(value) if isinstance(value, float) else int(value)
     if isinstance(value, Tensor) and value.numel() == 1:
