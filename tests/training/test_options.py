@@ -308,3 +308,10 @@ def test_the_name_of_a_group_may_be_of_a_class_of_strings(tmp_path: Path) -> Non
         return SGD([{"params": model.parameters(), "name": np.str_("head")}], lr=0.1)
 
     assert Training(tmp_path, 2, named).rates == Training(tmp_path, 4, named).rates
+
+
+def test_a_rate_may_be_a_numpy_scalar(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Training(tmp_path, 2, sgd(np.float32(0.1)))
+    assert Training(tmp_path, 4, sgd(np.float32(0.02))).rates == [[pytest.approx(0.1)]] * 2
+    assert "0: lr 0.1 (given: 0.02)" in caplog.text
+    assert Training(tmp_path, 6, sgd(np.float32(0.02)), override=["lr"]).rates == [[pytest.approx(0.02)]] * 2

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from elastic_launch.errors import UsageError
+from elastic_launch.snapshot.format.arrays import is_scalar
 from elastic_launch.training.checkpoints.parts import Gathered, Stateful
 
 _log = logging.getLogger(__name__)
@@ -301,6 +302,8 @@ def _with_repeats(options: Options, places: Iterable[str]) -> Options:
 
 def _plain(value: Any) -> Any:
     """Return an option's value as a plain one, which a saved state's meta can have."""
+    if is_scalar(value):
+        value = value.item()
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
