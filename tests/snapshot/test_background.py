@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 import weakref
+from collections import namedtuple
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ from elastic_launch.snapshot import (
     CheckpointWriteError,
     UnsupportedStateError,
     find,
+    load,
     newest,
+    write,
 )
 from elastic_launch.snapshot.storage import background
 
@@ -155,10 +158,36 @@ def test_an_error_of_torch_is_reported(tmp_path: Path, monkeypatch: pytest.Monke
         writer.close()
 
 
+def test_any_other_error_is_reported_and_the_next_state_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: Any, **options: Any) -> None:
+        raise AttributeError("no such thing")
+
+    with closing(BackgroundWriter(tmp_path)) as writer:
+        with monkeypatch.context() as patch:
+            patch.setattr(background, "write", broken)
+            writer.submit({}, step=1, round=0)
+            assert writer.flush(30)
+        (outcome,) = writer.poll()
+        assert "step 1 could not be written: AttributeError: no such thing" in str(outcome.error)
+        writer.submit({}, step=2, round=0)
+        assert writer.flush(30)
+        assert [outcome.error for outcome in writer.poll()] == [None]
+
+
+def test_torchs_format_holds_a_named_tuple_of_a_local_class(tmp_path: Path) -> None:
+    local = namedtuple("local", "a b")
+    state = {"model": {"w": torch.ones(2), "_extra_state": {"n": local(1, (local(2, 3),))}}}
+    info = write(tmp_path, state, step=1, round=0, meta={"format": "dcp"})
+    found = load(info).state["model"]["_extra_state"]["n"]
+    assert (found.a, found.b[0].b) == (1, 3)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_ends_by_a_bug_hangs_no_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*arguments: Any, **options: Any) -> None:
-        raise AssertionError("a bug")
+        raise KeyboardInterrupt("a bug")
 
     monkeypatch.setattr(background, "write", broken)
     writer = BackgroundWriter(tmp_path)

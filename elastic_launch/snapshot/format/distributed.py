@@ -121,7 +121,7 @@ def files(
         elif path[0] == "model" or _group(path, groups) is not None:
             if path in names:  # an array; torch's readers expect it under its name, and not its elements
                 names[path] = [(*path, "data")]
-            values.append((_names(path, groups), value))
+            values.append((_names(path, groups), _plain_tuples(value)))
     values += [
         ([(*part.split("/"), "param_groups", number, "params")], list(group.values()))
         for part, found in groups.items()
@@ -150,6 +150,15 @@ def files(
         yield memoryview(pickle.dumps(metadata))
 
     return {DATA: data(), METADATA: about()}
+
+
+def _plain_tuples(value: Any) -> Any:
+    """Return a value without named tuples, whose classes may have no name to pickle; the state's JSON has them."""
+    if isinstance(value, tuple):
+        return tuple(map(_plain_tuples, value))
+    if type(value) in (list, dict):
+        return [*map(_plain_tuples, value)] if type(value) is list else {k: _plain_tuples(x) for k, x in value.items()}
+    return value
 
 
 def _saved(value: Any) -> memoryview:

@@ -174,9 +174,10 @@ class BackgroundWriter:
                 self._prune(up_to_round=round, meta=info.meta)
         except CheckpointError as error:
             failure = error
-        except RuntimeError as error:
-            # From torch, for example if a device is lost or out of memory.
-            failure = CheckpointError(f"A checkpoint of step {step} could not be written: {error}.")
+        except Exception as error:  # noqa: BLE001
+            # From torch, for example if a device is lost or out of memory; or an object in the state has raised it.
+            why = f"{error}" if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
+            failure = CheckpointError(f"A checkpoint of step {step} could not be written: {why}.")
             failure.__cause__ = error
         if own and state.index:
             if failure is not None:
