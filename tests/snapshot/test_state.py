@@ -34,6 +34,7 @@ from elastic_launch.snapshot.format import tree
 from elastic_launch.snapshot.format.dtypes import DTYPES
 from elastic_launch.snapshot.format.files import write_all
 from elastic_launch.snapshot.format.manifest import parse_json
+from elastic_launch.snapshot.format.plain import Decoder, Encoder
 from elastic_launch.snapshot.format.small_values import READERS, UnknownMember
 
 
@@ -574,3 +575,15 @@ def test_a_tensor_that_another_rank_has_sent_has_its_own_type(dtype: torch.dtype
     tensors, rest = tree.encode({"a": tensor})
     found = tree.decode(rest, tensors)["a"]
     assert (found.dtype, found.shape) == (dtype, tensor.shape)
+
+
+@pytest.mark.parametrize("text", ["\ud83d\ude00", "\U0001f600\ud83d\ude00", "\ude00\ud83d", "a\U0001f600"])  # noqa: PT014
+def test_a_string_with_surrogates_comes_back_as_it_was(text: str) -> None:
+    """JSON has one text for a pair of surrogates and for the character that they encode."""
+    assert Decoder().decode(json.loads(json.dumps(Encoder().encode([text])))) == [text]
+
+
+@pytest.mark.parametrize("data", ["/w==", 3, "?"])
+def test_a_string_that_is_none_is_refused(data: object) -> None:
+    with pytest.raises(MalformedError, match=r"state\[0\]"):
+        Decoder().decode([{"$text": data}])

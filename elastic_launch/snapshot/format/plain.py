@@ -16,6 +16,7 @@ value is an object whose keys start with ``$`` (and so is a dict that has such a
 ``{"$complex": [1.0, "nan"]}``                   a complex number
 ``{"$float": "nan"}``                            nan, inf or -inf
 ``{"$bytes": "aGk="}``                           bytes, in base64
+``{"$text": "7aC97biA"}``                        a string with a pair of surrogates, as UTF-8 in base64
 ==============================================  =====================================================
 
 ``small`` has paths, times, exact numbers, ranges and enums; ``tree`` adds what torch and NumPy have. Nothing is
@@ -30,6 +31,7 @@ import binascii
 import enum
 import json
 import math
+import re
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterable
@@ -45,6 +47,9 @@ MAX_DEPTH = 64
 
 _MAX_INT_BITS = 8192
 """Maximum size of an integer. Python itself refuses to parse integers of more than 4300 digits."""
+
+_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
+"""What JSON does not distinguish from one character."""
 
 _SPECIAL_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _DICTS: dict[type, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
@@ -80,6 +85,8 @@ class Encoder:
         """Turn a value into JSON."""
         if len(path) > MAX_DEPTH:
             self.refuse(f"nesting deeper than {MAX_DEPTH}", path, "Does the state contain itself?")
+        if type(value) is str and not value.isascii() and _PAIR.search(value):
+            return {"$text": base64.b64encode(value.encode("utf-8", "surrogatepass")).decode("ascii")}
         if value is None or type(value) in (bool, str):
             return value
         if type(value) is int and value.bit_length() <= _MAX_INT_BITS:
@@ -202,6 +209,7 @@ class Decoder:
             "$complex": self._complex,
             "$float": lambda tree, path: _float(tree["$float"], path),
             "$bytes": lambda tree, path: base64_bytes(tree["$bytes"], path),
+            "$text": lambda tree, path: _text(tree["$text"], path),
             small.MEMBER: self._member,
             **dict.fromkeys(small.READERS, self._small),
         }
@@ -315,6 +323,13 @@ def _float(value: Any, path: Path) -> float:
     if not isinstance(value, str) or value not in _SPECIAL_FLOATS:
         raise MalformedError(f"no special float at {show(path)}")
     return _SPECIAL_FLOATS[value]
+
+
+def _text(value: Any, path: Path) -> str:
+    try:
+        return base64_bytes(value, path).decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError as error:
+        raise MalformedError(f"no text at {show(path)}") from error
 
 
 def base64_bytes(value: Any, path: Path) -> bytes:
