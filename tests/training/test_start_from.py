@@ -13,6 +13,8 @@ import pytest
 import torch
 from harness import SCRIPTS, Job, run_script
 from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.utils.data import TensorDataset
 
 import elastic_launch as el
@@ -261,3 +263,25 @@ def test_a_worker_that_is_killed_costs_nothing_of_what_it_began_with(job: Job, h
     for number, at in enumerate((first, first + 2)):
         faults = FaultPlan.fail_at(1, at).environment()
         assert _launched(job, str(job.work / f"c{number}"), *start, faults=faults)[1] == alone[1]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("allow", [(), ("optimizer",)])
+def test_torchs_checkpoint_has_the_states_of_several_optimizers(tmp_path: Path, allow: tuple[str, ...]) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    several = {str(n): torch.optim.Adam(layer.parameters(), lr=0.1) for n, layer in enumerate(model)}
+    model(torch.ones(2, 3)).sum().backward()
+    for each in several.values():
+        each.step()
+    saved = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, [*several.values()])}
+    dcp.save(saved, checkpoint_id=tmp_path / "torch")
+    several = {str(n): torch.optim.Adam(layer.parameters(), lr=0.1) for n, layer in enumerate(model)}
+    checkpoint = el.Checkpoint(tmp_path / "own", every=5, start_from=tmp_path / "torch", allow=allow)
+    loader = el.ElasticLoader(TensorDataset(torch.ones(8, 3)), el.GlobalBatch(4, 4))
+    with el.session() as run:
+        for step in run.steps(loader, model, several, until="1ba", checkpoint=checkpoint):
+            for (x,) in step:
+                step.backward(model(x).sum())
+            step.update()
+    done = [float(state["step"]) for each in several.values() for state in each.state.values()]
+    assert done == [1.0 if allow else 2.0] * 4
