@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import pytest
 
@@ -34,7 +35,7 @@ def test_a_process_learns_its_replica(size: str | None, expected: tuple[int, ...
 def test_the_first_worker_of_a_node_need_not_have_the_local_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its node takes part with some of its workers only; each keeps the GPU of its local rank."""
     environ = {**MASTER, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "1"}
-    world = World.of({**environ, "ELASTIC_LAUNCH_FIRST_ON_NODE": "1"})
+    world = World.of({**environ, "ELASTIC_LAUNCH_FIRST_ON_NODE": "1", "ELASTIC_LAUNCH_RUN_NUMBER": "1"})
     assert world.first_on_node
     assert not World.of({**environ, "LOCAL_RANK": "0", "ELASTIC_LAUNCH_FIRST_ON_NODE": "0"}).first_on_node
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -54,6 +55,53 @@ def test_a_process_that_cannot_know_its_gpu_raises_an_error(monkeypatch: pytest.
     assert World.of({**environ, "SLURM_LOCALID": "1", "LOCAL_WORLD_SIZE": "2"}).device().index == 1
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert World.of(environ).device().type == "cpu"
+
+
+@pytest.mark.parametrize(
+    "of_rank",
+    [
+        lambda i: {"SLURM_LOCALID": i, "SLURM_GPUS_PER_TASK": "a100:1"},
+        lambda i: {"SLURM_LOCALID": i, "SLURM_STEP_GPUS": "0,1,2,3"},
+        lambda i: {"SLURM_LOCALID": i, "CUDA_VISIBLE_DEVICES": "0"},
+        lambda i: {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "0", "CUDA_VISIBLE_DEVICES": i},
+        lambda i: {"LOCAL_RANK": i, "LOCAL_WORLD_SIZE": "4", "CUDA_VISIBLE_DEVICES": i},
+    ],
+    ids=["gpus per task", "gpus of the step", "srun's device", "virtual local rank", "own device"],
+)
+def test_processes_that_see_one_gpu_each_train_on_it(
+    of_rank: Callable[[str], dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    worlds = [World.of({**MASTER, "WORLD_SIZE": "4", "RANK": str(i), **of_rank(str(i))}) for i in range(4)]
+    assert [str(world.device()) for world in worlds] == ["cuda:0"] * 4
+
+
+@pytest.mark.parametrize("agent", [{}, {"ELASTIC_LAUNCH_RUN_NUMBER": "1", "CUDA_VISIBLE_DEVICES": "0"}])
+def test_more_workers_than_gpus_train_on_the_cpu_and_one_of_them_says_so(
+    agent: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    for rank in range(2):
+        first = {"ELASTIC_LAUNCH_FIRST_ON_NODE": str(int(rank == 0))} if agent else {}
+        local = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+        world = World.of({**MASTER, "RANK": str(rank), "WORLD_SIZE": "2", **local, **agent, **first})
+        assert world.device().type == "cpu"
+    assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
+        "training on the CPU: this node has 2 workers and 1 GPU(s)"
+    ]
+
+
+def test_a_rank_without_a_gpu_does_not_train_on_the_cpu_while_the_nodes_first_has_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    environ = {**MASTER, "WORLD_SIZE": "2"}
+    assert World.of({**environ, "RANK": "0", "SLURM_LOCALID": "0"}).device().type == "cuda"
+    with pytest.raises(UsageError, match=r"Rank 1 has local rank 1, but sees 1 GPU.s., and LOCAL_WORLD_SIZE"):
+        World.of({**environ, "RANK": "1", "SLURM_LOCALID": "1"}).device()
 
 
 @pytest.mark.parametrize(

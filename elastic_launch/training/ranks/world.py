@@ -129,7 +129,7 @@ class World:
             world_size=world_size,
             local_rank=local_rank,
             first_on_node=number(ENV_FIRST_ON_NODE, int(local_rank == 0)) == 1,
-            one_gpu=ENV_LOCAL_RANK in environ,
+            one_gpu=ENV_LOCAL_RANK in environ or (ENV_FIRST_ON_NODE not in environ and _has_own_gpu(environ)),
             local_world_size=number("LOCAL_WORLD_SIZE", 1),
             node_rank=number("GROUP_RANK", number("NODE_RANK", 0)),
             nodes=number("GROUP_WORLD_SIZE", 1),
@@ -143,17 +143,45 @@ class World:
 
     def device(self) -> torch.device:
         """Return this rank's GPU if each local rank can have one of its own, else the CPU."""
-        if torch.cuda.is_available() and not self.placed:
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if gpus and not self.placed:
             raise UsageError(
                 f"Rank {self.rank} of {self.world_size} cannot tell which GPU is its own: LOCAL_RANK is not set.",
                 "Set LOCAL_RANK and LOCAL_WORLD_SIZE for each process, as elastic-launch and torchrun do.",
             )
-        if torch.cuda.is_available() and self.one_gpu:
+        if gpus == 1 and self.one_gpu:
             return torch.device("cuda", 0)
         # A node may take part with some of its workers only: each keeps the GPU of its local rank.
-        if torch.cuda.is_available() and torch.cuda.device_count() >= max(self.local_world_size, self.local_rank + 1):
+        if gpus >= max(self.local_world_size, self.local_rank + 1):
             return torch.device("cuda", self.local_rank)
+        # Rank 0 of the node has taken a GPU, as it knows of no other rank there.
+        if gpus and self.local_rank >= self.local_world_size and not self.run:
+            raise UsageError(
+                f"Rank {self.rank} has local rank {self.local_rank}, but sees {gpus} GPU(s), and LOCAL_WORLD_SIZE="
+                f"{self.local_world_size} does not tell how many processes share them.",
+                "Set LOCAL_WORLD_SIZE for each process; CUDA_VISIBLE_DEVICES, too, if each has a GPU of its own.",
+            )
+        if gpus and self.first_on_node:
+            _log.warning(
+                "training on the CPU: this node has %d workers and %d GPU(s); start at most one worker per GPU",
+                self.local_world_size,
+                gpus,
+            )
         return torch.device("cpu")
+
+
+def _has_own_gpu(environ: Mapping[str, str]) -> bool:
+    """Whether another launcher has given this process one GPU, rather than all processes of the node theirs."""
+    if any(_is_one(environ.get(name, "")) for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")):
+        return True
+    if environ.get("LOCAL_RANK"):
+        return False  # not a task of srun, but a process of one
+    per_task = environ.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2]  # a type of GPU may come first
+    return per_task == "1" or "," in environ.get("SLURM_STEP_GPUS", "")
+
+
+def _is_one(devices: str) -> bool:
+    return bool(devices.strip()) and "," not in devices
 
 
 def join(world: World, timeout: float = GROUP_TIMEOUT, *, abortable: bool = False) -> torch.device:
@@ -255,7 +283,8 @@ def device_ahead() -> torch.device:
     """Return the device of a process that was started ahead: its local rank is known."""
     one_gpu = ENV_LOCAL_RANK in os.environ
     local_rank, workers = os.environ[ENV_LOCAL_RANK if one_gpu else "LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]
-    return _use(World(local_rank=int(local_rank), local_world_size=int(workers), one_gpu=one_gpu).device())
+    world = World(local_rank=int(local_rank), local_world_size=int(workers), one_gpu=one_gpu, first_on_node=False)
+    return _use(world.device())
 
 
 def replica_ahead() -> World:
