@@ -9,7 +9,7 @@ import pytest
 
 from elastic_launch.errors import UsageError
 from elastic_launch.training.durations import Interval, total_steps
-from elastic_launch.training.ranks.world import World, can_abort, variables_restored
+from elastic_launch.training.ranks.world import World, can_abort, join, variables_restored
 
 MASTER = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -102,6 +102,37 @@ def test_a_rank_without_a_gpu_does_not_train_on_the_cpu_while_the_nodes_first_ha
     assert World.of({**environ, "RANK": "0", "SLURM_LOCALID": "0"}).device().type == "cuda"
     with pytest.raises(UsageError, match=r"Rank 1 has local rank 1, but sees 1 GPU.s., and LOCAL_WORLD_SIZE"):
         World.of({**environ, "RANK": "1", "SLURM_LOCALID": "1"}).device()
+
+
+STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}
+
+
+@pytest.mark.parametrize("tasks", [STEP, {"OMPI_COMM_WORLD_SIZE": "4"}, {"PMI_SIZE": "4"}])
+def test_one_of_several_tasks_does_not_train_alone_where_they_were_to_meet(
+    tasks: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(UsageError, match=r"one of several tasks \(\w+=4\) .* without RANK and WORLD_SIZE") as error:
+        World.of({**MASTER, **tasks})
+    assert error.value.hint.startswith("Set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE")
+    assert World.of(tasks) == World()
+    for name, value in tasks.items():
+        monkeypatch.setenv(name, value)
+    join(World())
+    assert [record.getMessage().partition(" (")[0] for record in caplog.records] == ["each of several tasks"]
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {**STEP, "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "4"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4"},
+        {**STEP, "SLURM_STEP_ID": "4294967291"},
+        {"OMPI_COMM_WORLD_SIZE": "1"},
+    ],
+    ids=["a step of one task", "a batch script", "a batch script's step", "mpirun of one"],
+)
+def test_a_task_of_its_own_trains_alone(environ: dict[str, str]) -> None:
+    assert World.of({**MASTER, **environ}).alone
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,13 @@ class World:
         needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in needed if not environ.get(name)]
         if len(missing) == len(needed) or missing == ["RANK", "WORLD_SIZE"]:
+            if len(missing) < len(needed) and (several := _tasks(environ)):
+                raise UsageError(
+                    f"This is one of several tasks ({several}) with MASTER_ADDR and MASTER_PORT, but without RANK and "
+                    "WORLD_SIZE.",
+                    "Set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE for each task; or unset MASTER_ADDR and "
+                    "MASTER_PORT, and each trains alone.",
+                )
             return World()
         if missing:
             raise UsageError(
@@ -180,6 +187,17 @@ def _has_own_gpu(environ: Mapping[str, str]) -> bool:
     return per_task == "1" or "," in environ.get("SLURM_STEP_GPUS", "")
 
 
+def _tasks(environ: Mapping[str, str]) -> str:
+    """Return the variable by which srun or mpirun says that this is one of several tasks; "" if it is not."""
+    names = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"]
+    # A batch job's script has variables of tasks that do not run it; its step has no number, or a reserved one.
+    step = environ.get("SLURM_STEP_ID", "")
+    if step.isdecimal() and int(step) < 0xFFFF_FF00 and environ.get("SLURM_PROCID"):
+        names.append("SLURM_STEP_NUM_TASKS")
+    sizes = {name: environ.get(name, "") for name in names}
+    return next((f"{name}={size}" for name, size in sizes.items() if size.isdecimal() and int(size) > 1), "")
+
+
 def _is_one(devices: str) -> bool:
     return bool(devices.strip()) and "," not in devices
 
@@ -191,6 +209,8 @@ def join(world: World, timeout: float = GROUP_TIMEOUT, *, abortable: bool = Fals
         abortable: whether this process may abort NCCL's communicators, and go on.
     """
     device = _use(world.device())
+    if world.alone and (several := _tasks(os.environ)):
+        _log.warning("each of several tasks (%s) trains alone: RANK, WORLD_SIZE and MASTER_* are not set", several)
     if dist.is_initialized():
         backends = dist.get_backend_config()
         if "cpu:" not in backends:
