@@ -32,7 +32,7 @@ from torch.utils.data import Dataset, DistributedSampler
 from elastic_launch.contract import ENV_FIRST_ON_NODE, ENV_LOCAL_RANK, UNPLACED
 from elastic_launch.errors import ElasticLaunchError, UsageError
 from elastic_launch.training.ranks.place import find_place
-from elastic_launch.training.ranks.world import environment, join, leave
+from elastic_launch.training.ranks.world import environment, hidden_rank_on_node, join, leave
 
 __all__ = [
     "all_gather",
@@ -396,14 +396,17 @@ def busy_wait_for_local_rank_zero(
                 f"Local rank 0 failed in dist.busy_wait_for_local_rank_zero: {said}",
                 "The traceback of local rank 0 tells the cause.",
             )
-        barrier()
+    barrier()
     if _first_on_node():
-        os.remove(path)
+        with suppress(FileNotFoundError):
+            os.remove(path)
 
 
 def _rank_on_node() -> int:
     """Return the rank on the node even if every worker's local rank is 0 (``--virtual-local-rank``: one GPU each)."""
-    return _place(ENV_LOCAL_RANK) if os.environ.get(ENV_LOCAL_RANK) else get_local_rank()
+    if os.environ.get(ENV_LOCAL_RANK):
+        return _place(ENV_LOCAL_RANK)
+    return get_local_rank() or hidden_rank_on_node(os.environ)
 
 
 def _first_on_node() -> bool:

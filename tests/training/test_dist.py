@@ -21,6 +21,7 @@ from torch.utils.data import DistributedSampler, TensorDataset
 import elastic_launch
 from elastic_launch import dist
 from elastic_launch.errors import ElasticLaunchError, UsageError
+from elastic_launch.training.ranks.world import World
 
 SCRIPT = str(SCRIPTS / "dist_names.py")
 PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "MASTER_ADDR")
@@ -350,6 +351,36 @@ def test_another_local_rank_gives_up_on_a_file_that_does_not_come(
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(ElasticLaunchError, match=r"Local rank 1 waited 0 s for .*file"):
         _enter(dist.local_rank_zero_download_and_wait(tmp_path / "file", timeout=0))
+
+
+@pytest.mark.parametrize(
+    ("rank", "more", "first"),
+    [
+        ("4", {}, True),
+        ("5", {}, False),
+        ("5", {"WORLD_SIZE": "9"}, True),
+        ("5", {"GROUP_RANK": "0"}, True),
+        ("5", {"ELASTIC_LAUNCH_FIRST_ON_NODE": "1"}, True),
+    ],
+    ids=["first", "second", "other numbers of workers", "more workers before", "our agent"],
+)
+def test_one_worker_of_a_node_goes_first_though_torchrun_gives_all_the_local_rank_0(
+    rank: str, more: dict[str, str], first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ = {"RANK": rank, "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
+    environ |= {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", **more}
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert World.of(environ).first_on_node == first
+    dist.write_signal_file("signal", tmp_path)
+    assert (tmp_path / "signal").exists() == first
+
+
+def test_a_signal_file_may_be_gone_when_it_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "barrier", lambda: [file.unlink() for file in tmp_path.iterdir()])
+    with dist.busy_wait_for_local_rank_zero(tmp_path):
+        pass
+    assert not list(tmp_path.iterdir())
 
 
 def test_local_rank_zero_must_make_the_file(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -121,16 +122,12 @@ class World:
                 "Start the script by elastic-launch or torchrun, or set all of " + ", ".join(needed) + ".",
             )
 
-        def number(name: str, default: int) -> int:
-            text = environ.get(name, str(default))
-            if not text.strip().isdecimal():
-                raise UsageError(f"{name}={text} in the environment is not a rank or a size.", "Give a number.")
-            return int(text)
-
+        number = partial(_number, environ)
         rank, world_size = number("RANK", 0), number("WORLD_SIZE", 1)
         if rank >= world_size:
             raise UsageError(f"RANK={rank} is not one of the {world_size} ranks of WORLD_SIZE.", "They start at 0.")
         local_rank = number(ENV_LOCAL_RANK, number("LOCAL_RANK", number("SLURM_LOCALID", 0)))
+        local_rank = local_rank or hidden_rank_on_node(environ)
         return World(
             rank=rank,
             world_size=world_size,
@@ -175,6 +172,24 @@ class World:
                 gpus,
             )
         return torch.device("cpu")
+
+
+def hidden_rank_on_node(environ: Mapping[str, str]) -> int:
+    """Return the rank on the node where torchrun tells each of its workers 0 (``--virtual-local-rank``); else 0."""
+    if environ.get("LOCAL_RANK") != "0" or ENV_FIRST_ON_NODE in environ or not environ.get("GROUP_RANK"):
+        return 0
+    rank, size = _number(environ, "RANK", 0), max(1, _number(environ, "LOCAL_WORLD_SIZE", 1))
+    node, local_rank = divmod(rank, size)
+    # Where nodes have different numbers of workers, the first rank of one need not be a multiple of its own number.
+    same = _number(environ, "WORLD_SIZE", 1) == size * _number(environ, "GROUP_WORLD_SIZE", 1)
+    return local_rank if same and node == _number(environ, "GROUP_RANK", 0) else 0
+
+
+def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name, str(default))
+    if not text.strip().isdecimal():
+        raise UsageError(f"{name}={text} in the environment is not a rank or a size.", "Give a number.")
+    return int(text)
 
 
 def _has_own_gpu(environ: Mapping[str, str]) -> bool:
