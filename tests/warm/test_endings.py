@@ -78,6 +78,27 @@ raise Drained""",
     "last words of an exception": "import atexit, sys\natexit.register(lambda: print(sys.last_value))\n1 / 0",
     "last words by exit": "import atexit, sys\natexit.register(lambda: sys.exit(4))",
     "destructor": "class A:\n    def __del__(self): print(f'{B.name} is destroyed')\nclass B: name = 'a'\na = A()",
+    "destructor of what a class holds": """class A:
+    def __del__(self): print('destroyed')
+class B: a = A()""",
+    "destructor of what functions hold": """class A:
+    def __del__(self): print('destroyed')
+def f(a=A()): pass
+f.a = A()""",
+    "file that a class holds": "import os\nclass A: f = os.fdopen(os.dup(1), 'w')\nA.f.write('kept back')",
+    "destructor that calls a function": """import os
+def say(text): print(text, os.sep, Other.name)
+class Other: name = 'a'
+class A:
+    def __del__(self): say('destroyed')
+class B: a = A()
+b = A()""",
+    "destructor of what a class holds, with a signal handler": """import signal
+def stop(*args): pass
+signal.signal(signal.SIGTERM, stop)
+class A:
+    def __del__(self): print('destroyed')
+class B: a = A()""",
     "destructor in a cycle": "class A:\n    def __del__(self): print('destroyed')\na = A()\na.a = a\nb = [a]",
     "destructor after an exception": """class A:
     def __del__(self): print('destroyed')

@@ -175,13 +175,19 @@ def _tell(address: str, code: int) -> None:
 
 def _destroy_globals() -> None:
     """Destroy the objects in ``__main__``; functions, classes and modules last. This flushes and closes files."""
-    # In an interpreter that is ending, no other thread runs any more.
+    # In an interpreter that is ending, no other thread runs any more, and signals have no handlers.
     threading.excepthook = lambda args: None
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
     held = sys.modules["__main__"].__dict__
     for name in [name for name in held if not name.startswith("__")]:
         if name in held and not issubclass(type(held[name]), _PARTS):
             del held[name]
     gc.collect()  # modules loaded ahead are frozen, so the collector skips them
+    # The collector frees functions and classes, and what they hold, together: destructors there still find them.
+    del held, sys.modules["__main__"]
+    gc.collect()
 
 
 def _flush() -> bool:

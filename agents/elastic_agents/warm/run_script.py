@@ -299,9 +299,9 @@ def _of_encoding(source: bytes, path: str) -> SyntaxError | None:
 
 
 def _clean_main() -> types.ModuleType:
-    """Return the interpreter's own ``__main__`` without the server's names in it."""
-    main = sys.modules["__main__"]
-    builtins = main.__dict__["__builtins__"]
+    """Return a new ``__main__``: unlike the server's, it can be destroyed at the worker's end."""
+    builtins = sys.modules["__main__"].__dict__["__builtins__"]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__dict__.clear()
     main.__dict__.update(
         __name__="__main__",
