@@ -23,8 +23,8 @@ def _recorded(directory: Path, text: str) -> WorkerImports:
     try:
         recorder = "import sys; from elastic_agents.warm._record import Recorder; Recorder(int(sys.argv.pop()), int)"
         subprocess.run(
-            [sys.executable, "-c", f"{recorder}\n{text}", str(learned.record)],
-            pass_fds=[learned.record],
+            [sys.executable, "-c", f"{recorder}\n{text}", str(record := learned.begin())],
+            pass_fds=[record],
             cwd=directory,
             check=True,
         )
@@ -62,15 +62,19 @@ def test_a_record_has_the_variables_that_were_set_before_the_last_import(
 
 def test_what_is_learned_adds_up_over_workers() -> None:
     learned = Learned()
-    for modules, sets in (({"a": "/a.py", "b": "/b.py"}, {"X": "1"}), ({}, {}), ({"c": "/c.py", "a": "/new/a.py"}, {})):
-        learned.begin()
-        assert learned.length() == 0
+    first, second = {"a": "/a.py", "b": "/b.py"}, {"c": "/c.py", "a": "/new/a.py"}
+    for modules, sets in ((first, {"X": "1"}), ({}, {}), (second, {"Y": "2"})):
+        record = learned.begin()
+        assert length(record) == 0
         kept = WorkerImports(modules, sets).put()
-        os.pwrite(learned.record, os.pread(kept, 8 + length(kept), 0), 0)
+        os.pwrite(record, os.pread(kept, 8 + length(kept), 0), 0)
         os.close(kept)
+    assert learned.length() > 0
+    learned.end(record)
     known = learned.take()
+    assert learned.length() == 0
     assert list(known.modules.items()) == [("a", "/new/a.py"), ("b", "/b.py"), ("c", "/c.py")]
-    assert known.sets == {}
+    assert known.sets == {"X": "1", "Y": "2"}
     again = known.put()
     assert read(again) == known
     os.close(again)

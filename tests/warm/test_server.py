@@ -152,6 +152,39 @@ def test_workers_are_executed_where_that_is_the_only_way(
     assert reason in caplog.text
 
 
+def test_a_variable_that_any_of_the_workers_sets_before_its_imports_has_all_executed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = "import os, sys, time\nif os.environ['RANK'] == '1': os.environ['OMP_NUM_THREADS'] = '2'\nimport yaml\n"
+    script = write(tmp_path, "script.py", f"{text}time.sleep(60)")
+    caplog.set_level(logging.INFO)
+    with warm_starter(config_for(tmp_path, script, preload=())) as starter:
+        assert isinstance(starter.processes, WarmProcesses)
+        pids = []
+        for rank in "012":
+            starter.env["RANK"] = rank
+            pids.append(starter.processes.start(_request(starter, script)))
+        reason = "the script sets OMP_NUM_THREADS, which its imports read"
+        try:
+            wait_for("a reason", lambda: reason in caplog.text, 20)
+        finally:
+            for pid in pids:
+                starter.processes.signal(pid, signal.SIGKILL)
+        assert {starter.wait()[0] for _ in pids} == set(pids)
+        assert not starter.processes._server.usable
+
+
+def test_records_of_workers_that_have_ended_take_no_descriptors(tmp_path: Path) -> None:
+    script = write(tmp_path, "script.py", "import yaml")
+    with warm_starter(config_for(tmp_path, script, preload=())) as starter:
+        for _ in range(2):
+            starter.learn(script)
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            starter.learn(script)
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
 def _request(starter: Starter, script: str) -> StartRequest:
     return StartRequest([sys.executable, "-u", script], starter.env, 1, 2)
 

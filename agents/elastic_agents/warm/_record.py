@@ -31,7 +31,7 @@ class WorkerImports:
     Attributes:
         modules: file of each module, in the order in which their imports began; "" for a directory without
             ``__init__.py``.
-        sets: variables that the worker had changed, or removed (None), before its last import.
+        sets: variables that a worker had changed, or removed (None), before its last import.
     """
 
     modules: Mapping[str, str]
@@ -66,41 +66,48 @@ class WorkerImports:
 
 
 class Learned:
-    """What a node's workers have imported, from the records of one worker after the other. For any thread.
-
-    Attributes:
-        record: descriptor of the record, for the worker that keeps it.
-    """
+    """What a node's workers have imported, from the records of all that keep one. For any thread."""
 
     def __init__(self) -> None:
-        self.record = new_record()
+        self._taken: dict[int, int] = {}  # how many bytes of each record, by its descriptor
         self._imported = WorkerImports({}, {})
         self._lock = threading.Lock()
-        self._taken = 0
 
-    def begin(self) -> None:
-        """Let another worker keep the record; the one that has kept it so far has ended."""
+    def begin(self) -> int:
+        """Return the descriptor of a record, for another worker to keep."""
+        record = new_record()
+        with self._lock:
+            self._taken[record] = 0
+        return record
+
+    def end(self, record: int) -> None:
+        """Take and close the record of a worker that has ended."""
         self.take()
         with self._lock:
-            os.pwrite(self.record, _LENGTH.pack(0), 0)
-            self._taken = 0
+            del self._taken[record]
+            os.close(record)
 
     def length(self) -> int:
         """Return the number of bytes that were recorded and are not taken yet."""
         with self._lock:
-            return max(0, length(self.record) - self._taken)
+            return sum(max(0, length(record) - taken) for record, taken in self._taken.items())
 
     def take(self) -> WorkerImports:
         """Return what is known, with what was recorded since the last time."""
         with self._lock:
-            if (recorded := length(self.record)) > self._taken:
-                self._taken = recorded
-                found = read(self.record)
-                self._imported = WorkerImports({**self._imported.modules, **found.modules}, found.sets)
+            for record, taken in self._taken.items():
+                if (recorded := length(record)) > taken:
+                    self._taken[record] = recorded
+                    mine, found = self._imported, read(record)
+                    # Any worker may begin again as any other: each one's variables count.
+                    self._imported = WorkerImports({**mine.modules, **found.modules}, {**mine.sets, **found.sets})
             return self._imported
 
     def close(self) -> None:
-        os.close(self.record)
+        with self._lock:
+            for record in self._taken:
+                os.close(record)
+            self._taken.clear()
 
 
 def new_record() -> int:

@@ -67,7 +67,7 @@ class WarmProcesses(ExecProcesses):
     def __init__(self, on_exit: OnExit, server: WarmServer, make: Callable[[], WarmServer], learned: Learned) -> None:
         become_subreaper(True)
         self._learned = learned
-        self._recorded = 0  # pid of the worker whose imports are recorded
+        self._records: dict[int, int] = {}  # of workers' imports, by pid
         self._server = server
         self._former: list[WarmServer] = []  # which have died, and are closed in the end
         self._make = make
@@ -116,13 +116,17 @@ class WarmProcesses(ExecProcesses):
     def start(self, request: StartRequest) -> int:
         if self._differs(request):
             return super().start(request)
-        record: list[int] = []
-        if self._server.learns and self._recorded not in self._running:
-            self._learned.begin()
-            record = [self._learned.record]
-        pid = self._started(request, record)
-        if record:
-            self._recorded = pid
+        for pid in [pid for pid in self._records if pid not in self._running]:
+            self._learned.end(self._records.pop(pid))
+        if not self._server.learns:
+            return self._started(request, ())
+        record = self._learned.begin()
+        try:
+            pid = self._started(request, [record])
+        except OSError:
+            self._learned.end(record)
+            raise
+        self._records[pid] = record
         return pid
 
     def _started(self, request: StartRequest, record: Sequence[int]) -> int:
