@@ -274,14 +274,18 @@ def test_torchs_checkpoint_has_the_states_of_several_optimizers(tmp_path: Path, 
     for each in several.values():
         each.step()
     saved = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, [*several.values()])}
+    saved["seen/words"] = nn.BatchNorm1d(1).state_dict() | {"num_batches_tracked": torch.tensor(7)}
     dcp.save(saved, checkpoint_id=tmp_path / "torch")
     several = {str(n): torch.optim.Adam(layer.parameters(), lr=0.1) for n, layer in enumerate(model)}
     checkpoint = el.Checkpoint(tmp_path / "own", every=5, start_from=tmp_path / "torch", allow=allow)
     loader = el.ElasticLoader(TensorDataset(torch.ones(8, 3)), el.GlobalBatch(4, 4))
+    seen = nn.BatchNorm1d(1)
     with el.session() as run:
+        run.register("seen/words", seen)
         for step in run.steps(loader, model, several, until="1ba", checkpoint=checkpoint):
             for (x,) in step:
                 step.backward(model(x).sum())
             step.update()
     done = [float(state["step"]) for each in several.values() for state in each.state.values()]
     assert done == [1.0 if allow else 2.0] * 4
+    assert int(seen.num_batches_tracked) == 7, "it is no part of a group"

@@ -62,14 +62,16 @@ def read_foreign(
         meta = {"orders": state.orders()}
         with _Files(storage) as files:
             parts = _Parts(where, *distributed.parse(about), files.read)
-            wanted = {name: part for name, part in state.members() if name.partition("/")[0] not in without}
+            own = set(state.names)  # others are of a group, such as that of several optimizers
+            places = {name: (name,) if name in own else tuple(name.split("/", 1)) for name, _ in state.members()}
+            wanted = {name: part for name, part in state.members() if places[name][0] not in without}
             found = dict(parts.all_of(wanted, meta["orders"]))
             take = taking(meta)
             loaded: dict[str, Any] = {}
             for name, part in found.items():
-                root, _, member = name.partition("/")  # of a group, such as that of several optimizers
-                read = _read(part, (root, member) if member else (root,), files.read, take)
-                loaded[root] = {**loaded.get(root, {}), member: read} if member else read
+                root, *member = places[name]
+                read = _read(part, places[name], files.read, take)
+                loaded[root] = {**loaded.get(root, {}), member[0]: read} if member else read
     size = sum(blob.length for blob in parts.used)
     return LoadedCheckpoint(CheckpointInfo(where, 0, 0, sha256(about).hexdigest(), size, meta), loaded)
 
