@@ -84,8 +84,8 @@ class Learned:
         """Take and close the record of a worker that has ended."""
         self.take()
         with self._lock:
-            del self._taken[record]
-            os.close(record)
+            if self._taken.pop(record, None) is not None:  # else all are closed
+                os.close(record)
 
     def length(self) -> int:
         """Return the number of bytes that were recorded and are not taken yet."""

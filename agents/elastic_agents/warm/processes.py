@@ -116,8 +116,6 @@ class WarmProcesses(ExecProcesses):
     def start(self, request: StartRequest) -> int:
         if self._differs(request):
             return super().start(request)
-        for pid in [pid for pid in self._records if pid not in self._running]:
-            self._learned.end(self._records.pop(pid))
         if not self._server.learns:
             return self._started(request, ())
         record = self._learned.begin()
@@ -127,7 +125,17 @@ class WarmProcesses(ExecProcesses):
             self._learned.end(record)
             raise
         self._records[pid] = record
+        if pid not in self._running:  # it has been reaped already
+            self._end_record(pid)
         return pid
+
+    def _reaped(self, child: Child) -> None:
+        self._end_record(child.pid)
+        super()._reaped(child)
+
+    def _end_record(self, pid: int) -> None:
+        if (record := self._records.pop(pid, None)) is not None:
+            self._learned.end(record)
 
     def _started(self, request: StartRequest, record: Sequence[int]) -> int:
         if not self._server.usable:
