@@ -70,6 +70,7 @@ class Learned:
 
     def __init__(self) -> None:
         self._taken: dict[int, int] = {}  # how many bytes of each record, by its descriptor
+        self._left = 0  # how many bytes that closed records had, and that were not taken before
         self._imported = WorkerImports({}, {})
         self._lock = threading.Lock()
 
@@ -81,27 +82,35 @@ class Learned:
         return record
 
     def end(self, record: int) -> None:
-        """Take and close the record of a worker that has ended."""
-        self.take()
+        """Close the record of a worker that has ended; what it has still counts as not taken."""
         with self._lock:
-            if self._taken.pop(record, None) is not None:  # else all are closed
+            if record in self._taken:  # else all are closed
+                self._left += sum(map(self._read, self._taken))
+                del self._taken[record]
                 os.close(record)
 
     def length(self) -> int:
         """Return the number of bytes that were recorded and are not taken yet."""
         with self._lock:
-            return sum(max(0, length(record) - taken) for record, taken in self._taken.items())
+            return self._left + sum(max(0, length(record) - taken) for record, taken in self._taken.items())
 
     def take(self) -> WorkerImports:
         """Return what is known, with what was recorded since the last time."""
         with self._lock:
-            for record, taken in self._taken.items():
-                if (recorded := length(record)) > taken:
-                    self._taken[record] = recorded
-                    mine, found = self._imported, read(record)
-                    # Any worker may begin again as any other: each one's variables count.
-                    self._imported = WorkerImports({**mine.modules, **found.modules}, {**mine.sets, **found.sets})
+            self._left = 0
+            for record in self._taken:
+                self._read(record)
             return self._imported
+
+    def _read(self, record: int) -> int:
+        """Add what a record has; return how many bytes of it are new."""
+        new = length(record) - self._taken[record]
+        if new > 0:
+            self._taken[record] += new
+            mine, found = self._imported, read(record)
+            # Any worker may begin again as any other: each one's variables count.
+            self._imported = WorkerImports({**mine.modules, **found.modules}, {**mine.sets, **found.sets})
+        return max(0, new)
 
     def close(self) -> None:
         with self._lock:
