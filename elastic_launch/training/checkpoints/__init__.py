@@ -22,6 +22,7 @@
 ``pruned``             prunes a model as its saved state
 ``matching``           whether a saved state fits the objects that load it
 ``optimizer_loading``  loads an optimizer's state into the tensors that it has
+``module_loading``     loads the state of a module that may have expanded tensors
 ``options``            options of optimizers and schedulers: the script's, and a saved state's
 ``schedules``          detects schedulers that are missing in a checkpoint
 ``shared_location``    which ranks use a location, and what all ranks read there
