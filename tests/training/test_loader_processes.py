@@ -6,6 +6,8 @@ import gc
 import multiprocessing
 import random
 from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -19,9 +21,13 @@ from elastic_launch.errors import UsageError
 from elastic_launch.training.data.loader import epochs_of
 from elastic_launch.training.ranks.world import World
 
-dataloader = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
-
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        find_spec("torchdata") is None, reason="torchdata is not installed: pip install '.[frameworks]'"
+    ),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata calls it
+]
 
 BATCH = el.GlobalBatch(4, micro=2)
 
@@ -69,7 +75,9 @@ class StatefulFlow(Flow):
 
 def loader(dataset: Any, **options: Any) -> el.StatefulLoader:
     def make(shard: int, shards: int) -> Any:
-        return dataloader.StatefulDataLoader(dataset, batch_size=2, **{"num_workers": 1, **options})
+        return import_module("torchdata.stateful_dataloader").StatefulDataLoader(
+            dataset, batch_size=2, **{"num_workers": 1, **options}
+        )
 
     made = el.StatefulLoader(make, BATCH)
     epochs_of(made).check_exact()
