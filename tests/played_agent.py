@@ -57,14 +57,14 @@ class PlayedAgent:
         processes: the workers that it has started.
         stores: the store of each round.
         progress: where the workers write their steps.
-        confirms: whether it confirms that workers are drained.
+        confirms, hangs_up: whether it confirms that workers are drained, or ends their connections then.
     """
 
     def __init__(self, workers: int = 1, on_ahead: Callable[[Worker], object] = lambda worker: None) -> None:
         self.address = f"@played-agent-{secrets.token_hex(8)}"
         self.processes: list[Agent] = []
         self._workers = workers
-        self.on_ahead, self.confirms = on_ahead, True
+        self.on_ahead, self.confirms, self.hangs_up = on_ahead, True, False
         self._connected: dict[int, Worker] = {}
         self._stores: dict[int, tuple[WorkerStore, int]] = {}
         self.stores: dict[int, TCPStore] = {}
@@ -187,6 +187,8 @@ class PlayedAgent:
                         worker.tell(c.Use(self._use))
                     case c.MayCommit(number=number):
                         worker.tell(c.CommitAnswer(number, True))
+                    case c.Drained() if self.hangs_up:
+                        worker.sock.shutdown(socket.SHUT_RDWR)
                     case c.Drained() if self.confirms:
                         worker.tell(c.Noted())
                 worker.heard.append(message)

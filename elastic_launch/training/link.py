@@ -447,7 +447,7 @@ class AgentLink:
             False if the agent has not confirmed it: then it may take an exit code of 0 for the end of the training.
         """
         self.say_noted(c.Drained(step, seconds))
-        known = self._noted or self._sock is None
+        known = self._noted or not self.present
         if not known:
             _log.warning("the agent has not confirmed that this worker is drained")
         return known

@@ -60,3 +60,19 @@ def test_a_run_goes_on_from_its_own_state_and_not_from_what_a_node_that_joined_l
     for agent in [node("again-one", 4, "2:2", first), node("again-two", 4, "2:2", late)]:
         assert agent.wait(100) == 0, agent.output
         assert "round 1 begins with step 31" in agent.output
+
+
+def test_a_run_goes_on_from_what_one_node_has_though_another_one_is_new(job: Job) -> None:
+    first, new = job.directory / "a", job.directory / "b"
+    for directory in (first, new):
+        directory.mkdir()
+    agent = job.launch("--standalone", name="earlier", command=[SCRIPT, "1", "safetensors", "gate"], cwd=first)
+    assert agent.wait(100) == 0, agent.output
+    again = [
+        job.node(name, nnodes="2:2", command=[SCRIPT, "2", "safetensors", "gate"], cwd=directory)
+        for name, directory in (("one", first), ("two", new))
+    ]
+    for agent in again:
+        assert agent.wait(100) == 0, agent.output
+        assert "round 1 begins with step 11" in agent.output
+    assert saved(first)[0] == saved(new)[0] == 20

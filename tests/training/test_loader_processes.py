@@ -141,3 +141,20 @@ def test_without_exact_mode_they_are_not() -> None:
     epochs_of(made).part.exact = False
     assert len(drawn(made, range(3))) == 3
     close(made)
+
+
+def test_what_the_script_reads_from_the_loader_later_is_its_own() -> None:
+    given: list[Any] = []
+    stateful = import_module("torchdata.stateful_dataloader").StatefulDataLoader
+    made = el.StatefulLoader(
+        lambda shard, shards: given.append(stateful(Rows(), batch_size=2, num_workers=1)) or given[-1], BATCH
+    )
+    epochs_of(made).part.enter(World(), 0)
+    drawn(made, range(1))
+    mine = given[0]
+    close(made)
+    assert mine.worker_init_fn is None
+    passes = [[batch.tolist() for batch in mine] for _ in range(2)]
+    assert passes[0] != passes[1]
+    del mine, given[:]
+    close()

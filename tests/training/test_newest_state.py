@@ -196,7 +196,10 @@ def test_a_run_begins_with_what_the_last_one_in_each_location_had(node: Node) ->
     assert checkpoints._belongs(began_with, mark, NUMBER, begins=True) == 1
     assert checkpoints._belongs(replace(info, meta={}), mark, NUMBER, begins=True) == 0
     assert checkpoints._belongs(info, None, NUMBER, begins=True) == 1, "checkpoints that were copied there"
+    old = replace(info, meta={"branch": {"run": RUN}})
+    assert checkpoints._belongs(old, replace(mark, base=None), NUMBER, begins=True) == 1, "of an earlier version"
     assert checkpoints._belongs(None, mark, NUMBER, begins=True) == 0
+    assert checkpoints._belongs(None, None, NUMBER, begins=True) == 0, "a new node has nothing that outranks a state"
 
 
 def test_a_run_that_has_begun_from_nothing_begins_so_again(node: Node) -> None:

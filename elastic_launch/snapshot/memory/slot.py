@@ -129,7 +129,7 @@ class Slot:
         return header if whole and max(sequence, *numbers) < _MOST else None
 
     def begin(self) -> None:
-        """OwnerMark the slot as being written, or its content as not to be used."""
+        """Mark the slot as being written, or its content as not to be used."""
         os.pwrite(self.head, bytes(8), 0)
 
     def commit(self, header: Header, state: bytes, meta: bytes) -> None:

@@ -86,6 +86,7 @@ class CheckpointManager:
         self._run = ""  # the number of the run
         self._taken = 0  # the highest epoch in the locations, as last seen
         self._mark: OwnerMark | None = None  # of this rank's location, as last seen
+        self._sees = True  # whether it could be looked for
         self._owner = ""
         self.opened_before = False
         """Whether the run has opened the checkpoints before; on ranks that do not write, False."""
@@ -110,11 +111,12 @@ class CheckpointManager:
 
     def has_newer(self, world: World, position: tuple[int, int]) -> bool:
         """Whether there is a checkpoint above a (round, step) in memory, judged by its name; called by all ranks."""
-        mine, self._mark = [(0, 0)], None
+        mine, self._mark, self._sees = [(0, 0)], None, True
         if world.rank == 0 or not isinstance(self.directory, Url):
             try:
                 mine, self._mark = _looked(self.directory)
             except (snapshot.CheckpointError, TimeoutError) as error:
+                self._sees = False
                 _log.warning(
                     "it is not known whether there is a newer checkpoint; training goes on from memory: %s", error
                 )
@@ -153,8 +155,12 @@ class CheckpointManager:
             )
         self._writers = writers(where, world)
         self._run = world.run or self._run or _drawn(world)
+
         # A read that is merely slow must not make the training resume from an older state.
-        read = partial(_read, where, above, self._run, begins=world.round <= 1)
+        def met(mark: OwnerMark | None) -> None:
+            self._mark = mark
+
+        read = partial(_read, where, above, self._run, met, begins=world.round <= 1)
         found = read_together(world, where, read, parts.taking, reads=self._writers.reads)
         self._highest = max(self._highest, found.known, found.round, *(above or (0,))[:1])
         self._taken = found.taken
@@ -197,9 +203,13 @@ class CheckpointManager:
         self._run = world.run
         self._writers = writers(self.directory, world)
         self._begin(world, meta, position)
-        # A process that has gone on before has found what is there, and takes it from no run that came since.
-        self._owner, mark = self._owner or self._as_owner(self._mark), self._mark
-        if self.writes and mark is not None and (mark.token != self._run or mark.epoch < self.branch.epoch):
+        mark, comes = self._mark, not self._owner
+        if comes and self._sees:
+            self._owner = self._as_owner(mark)
+        late = comes and mark is not None and mark.token != self._run
+        higher = mark is not None and mark.token == self._run and mark.epoch < self.branch.epoch
+        # A process that has gone on before takes the location from no run that came since.
+        if self.writes and (late or higher):
             # A node has joined with the files of another run. The first save reports an error.
             with suppress(snapshot.CheckpointError, TimeoutError):
                 take = partial(claim, self.directory, self._owner, epoch=self.branch.epoch)
@@ -371,7 +381,7 @@ class CheckpointManager:
                 keep=self.settings.keep,
                 keep_every=self.settings.keep_every,
                 keep_best=self.settings.keep_best,
-                owner=self._owner,
+                owner=self._owner or self._as_owner(),
                 may_commit=may_commit,
             )
         if isinstance(state, dict):
@@ -556,10 +566,9 @@ class CheckpointManager:
         """
         if not self.writes:
             return
-        self._owner = self._as_owner()
+        self._owner = self._as_owner(self._mark)
         # The first save reports an error, unless there is room again by then.
         with suppress(snapshot.CheckpointError):
-            self._owner = self._as_owner(while_advancing(self.directory, partial(look, self.directory)))
             take = partial(claim, self.directory, self._owner, epoch=self.branch.epoch, base=base)
             self.opened_before = while_advancing(self.directory, take)
 
@@ -622,12 +631,21 @@ def _looked(directory: Place) -> tuple[list[tuple[int, int]], OwnerMark | None]:
         time.sleep(LOOK_AGAIN)
 
 
-def _read(where: Place, above: tuple[int, int] | None, run: str, taking: Taking, *, begins: bool) -> LocationRead:
+def _read(
+    where: Place,
+    above: tuple[int, int] | None,
+    run: str,
+    met: Callable[[OwnerMark | None], None],
+    taking: Taking,
+    *,
+    begins: bool,
+) -> LocationRead:
     """Return the newest intact checkpoint above a position, and the highest round in any checkpoint's name.
 
     Args:
         above: round and step; None: consider all checkpoints.
         run: number of this run.
+        met: called with the mark of the location.
         begins: whether the run begins: later, a directory that cannot be written to was writable before, and may
             become so again.
 
@@ -645,6 +663,7 @@ def _read(where: Place, above: tuple[int, int] | None, run: str, taking: Taking,
         elif isinstance(where, Path) and above is None and begins:
             check_writable(where)
         mark = look(where)
+        met(mark)
         epoch = _epoch(mark, run)
         if mark is not None and run in mark.before:
             if above is None:
@@ -680,11 +699,12 @@ def _belongs(found: snapshot.CheckpointInfo | None, mark: OwnerMark | None, run:
     """
     if found is not None and is_of_run(found.meta, run):
         return 2
+    if found is None:
+        return int(mark is not None and (mark.token, mark.base) == (run, ""))
     if mark is None:
         return int(begins)
-    if found is None:
-        return int(mark.token == run and mark.base == "")
     last = found.digest == mark.base or is_of_run(found.meta, mark.token)
+    last = last or (mark.base is None and is_of_run(found.meta, mark.run))  # as earlier versions have named runs
     return int(last and (begins or mark.token == run))
 
 

@@ -5,8 +5,10 @@ torch seeds a process once, and its generators run on. One that begins at a late
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.data import DataLoader, get_worker_info
@@ -14,6 +16,9 @@ from torch.utils.data._utils import fetch
 
 from elastic_launch.errors import UsageError
 from elastic_launch.training.randomness import derive, random_state, seed_all
+
+_KNOWN: WeakKeyDictionary[DataLoader[Any], LoaderProcesses] = WeakKeyDictionary()
+"""By loader: its processes may outlive a pass."""
 
 
 class LoaderProcesses:
@@ -23,22 +28,33 @@ class LoaderProcesses:
     dataset has none: the numbers derive from the pass, and run on. If it finds its place by a state, it must not draw.
 
     Args:
-        init: the script's ``worker_init_fn``.
         key: the seed, and what else tells the loader apart.
         exact: whether to refuse numbers that would be others after a restart.
     """
 
-    def __init__(self, init: Callable[[int], None] | None, key: str, *, exact: bool) -> None:
-        self._init, self._key, self._exact = init, key, exact
+    def __init__(self, key: str, *, exact: bool) -> None:
+        self._init: Callable[[int], None] | None = None
+        self._key, self._exact = key, exact
         # Shared with processes that outlive a pass.
         self._pass = torch.zeros(1, dtype=torch.int64, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
 
     @classmethod
     def of(cls, loader: DataLoader[Any], key: str, *, exact: bool) -> LoaderProcesses:
         """Return those of a loader, which may have been opened before."""
-        if not isinstance(loader.worker_init_fn, cls):
-            loader.worker_init_fn = cls(loader.worker_init_fn, key, exact=exact)
-        return loader.worker_init_fn
+        found = _KNOWN.get(loader)
+        if found is None or (found._key, found._exact) != (key, exact):
+            found = _KNOWN[loader] = cls(key, exact=exact)
+        return found
+
+    @contextmanager
+    def attached(self, loader: DataLoader[Any]) -> Iterator[None]:
+        """The context in which the loader starts its processes; what the script does with it later is its own."""
+        self._init = loader.worker_init_fn
+        loader.worker_init_fn = self
+        try:
+            yield
+        finally:
+            loader.worker_init_fn = self._init
 
     def begin_pass(self, number: int) -> None:
         """Note the number of the pass, before its iterator is made."""
@@ -73,7 +89,7 @@ class LoaderProcesses:
                 before = random_state() if self._checks and not self._first else None
                 self._first = False
                 fetched = super().fetch(index)  # type: ignore[no-untyped-call]
-                if before not in (None, random_state()):
+                if before is not None and before != random_state():
                     raise UsageError(
                         f"exact=True: {type(given).__name__} draws from the global random generators in a process of "
                         "the loader, and these are not a part of its state: after a fault it would draw other numbers.",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal, Self
 
 from torch.utils.data import DataLoader, Dataset
@@ -152,7 +153,7 @@ class _Reader:
             else:
                 self._tell_pass()
                 self._stateful.load_state_dict(copy.deepcopy(state))
-                self._batches = iter(loader)
+                self._batches = self._iterated()
 
     def reaches(self, position: int) -> bool:
         """Whether it can give the micro-batch of a position: a later one, or the last one as it was."""
@@ -206,7 +207,11 @@ class _Reader:
 
     def _begun(self) -> Iterator[Any]:
         self._tell_pass()
-        return iter(self._loader)
+        return self._iterated()
+
+    def _iterated(self) -> Iterator[Any]:
+        with nullcontext() if self._processes is None else self._processes.attached(self._loader):
+            return iter(self._loader)
 
     def _tell_pass(self) -> None:
         if self._processes is not None:

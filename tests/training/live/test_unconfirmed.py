@@ -28,12 +28,15 @@ def train(agent: PlayedAgent) -> None:
             step.update()
 
 
-@pytest.mark.parametrize(("confirms", "code"), [(True, 0), (False, 128 + signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("confirms", "hangs_up", "code"),
+    [(True, False, 0), (False, False, 128 + signal.SIGTERM), (False, True, 128 + signal.SIGTERM)],
+)
 def test_a_drain_that_the_agent_does_not_confirm_is_no_end_of_the_training(
-    agent: PlayedAgent, monkeypatch: pytest.MonkeyPatch, confirms: bool, code: int
+    agent: PlayedAgent, monkeypatch: pytest.MonkeyPatch, confirms: bool, hangs_up: bool, code: int
 ) -> None:
     """A frozen agent may learn of the exit before it reads why: with 0, it would take the training for finished."""
-    agent.confirms = confirms
+    agent.confirms, agent.hangs_up = confirms, hangs_up
     monkeypatch.setattr(link, "ANSWER_TIMEOUT", 0.3)
     with pytest.raises(DrainedExit) as caught:
         train(agent)
