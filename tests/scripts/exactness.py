@@ -215,7 +215,8 @@ class Messages(logging.Handler):
         self.texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
+        if record.funcName != "_warn_of_repeating":  # one process has all configurations, and no Checkpoint
+            self.texts.append(record.getMessage())
 
 
 @contextmanager
