@@ -84,7 +84,9 @@ class AgentParts:
         places = LogPlaces(config, files)
         places.made = guard.add_directory
         self.pump = OutputPump(consoles)
-        self.processes = processes(self._reaped)
+        self.processes = processes(
+            lambda pid, code: self.control.after_reading(partial(post, partial(self.exits.reaped, pid, code)))
+        )
         self.snapshot_store = snapshots = SnapshotStore(
             lambda: self.final_save.may_commit(),
             lambda copied: self.final_save.copied(copied),
@@ -121,9 +123,6 @@ class AgentParts:
             guard.close,
             lambda: self.write_run_file(self.run_file.close),
         )
-
-    def _reaped(self, pid: int, exit_code: int) -> None:
-        self.control.after_reading(partial(self.inbox.put, partial(self.exits.reaped, pid, exit_code)))
 
     def _reserve(self, address: str) -> int:
         """Called once from the membership's thread, before this agent learns of its address."""
