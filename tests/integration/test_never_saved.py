@@ -57,7 +57,7 @@ def test_an_earlier_checkpoint_does_not_hide_that_the_last_one_could_not_be_save
     job: Job, tmp_path: Path, kills: int
 ) -> None:
     directory = tmp_path / "checkpoints"
-    changes = Changes(job, "--checkpoint", str(directory), "--every", "10")
+    changes = Changes(job, "--checkpoint", str(directory), "--every", "10", step_time=0.4)  # until it is to hurry
     agent = changes.alone()
     number = changes.trains(1)
     wait_for("a checkpoint", lambda: list(directory.glob("step-*/manifest.json")), 60)
