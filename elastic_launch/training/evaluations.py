@@ -283,7 +283,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         for module, mode in modes:
             if module.training != mode:
                 module.train(mode)
-            module.training = mode  # whatever its train() made of it
+            module.training = mode  # its train() may set another one
         for sharded in sharding_modules(model):
             sharded.reshard()
 

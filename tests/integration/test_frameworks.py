@@ -279,7 +279,7 @@ def test_a_trainer_that_may_keep_one_checkpoint_keeps_that_of_its_planned_stop_b
 def test_lightning_stops_after_what_is_due_at_a_step_and_goes_on_as_if_it_had_not_stopped(
     tmp_path: Path, every: int, accumulate: int, steps: tuple[int, ...]
 ) -> None:
-    """With the batches, validations, ends of epochs, and a ReduceLROnPlateau; the last step of all is no stop."""
+    """With the batches, validations, ends of epochs, and a ReduceLROnPlateau; the last step is not stopped at."""
     printed = run_script(
         str(SCRIPTS / "validating.py"), str(tmp_path), *map(str, (every, accumulate, 0, *steps)), timeout=200
     )

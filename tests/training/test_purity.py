@@ -499,7 +499,7 @@ def test_a_loop_over_a_wrapper_of_the_step(wrap: Callable[[Any], Any], steps: Ca
 @pytest.mark.skipif(sys.version_info >= (3, 13), reason="a function then gets another dict each time")
 @pytest.mark.parametrize("wrap", [iter, _yielded])
 def test_what_the_script_has_got_from_locals_stays_as_it_is(run: Run, wrap: Callable[[Any], Any]) -> None:
-    """A function has one such dict, and whoever reads the variables of its frame writes them into that."""
+    """A function has one such dict, and reading the variables of its frame writes them into it."""
 
     def keeps(step: Any) -> Any:
         rate = 0.5

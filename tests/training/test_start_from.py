@@ -288,4 +288,4 @@ def test_torchs_checkpoint_has_the_states_of_several_optimizers(tmp_path: Path, 
             step.update()
     done = [float(state["step"]) for each in several.values() for state in each.state.values()]
     assert done == [1.0 if allow else 2.0] * 4
-    assert int(seen.num_batches_tracked) == 7, "it is no part of a group"
+    assert int(seen.num_batches_tracked) == 7, "it is not a member of a group"

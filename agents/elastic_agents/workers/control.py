@@ -64,7 +64,7 @@ PEERS_PER_WORKER = 4
 """Connections at once per worker of the node: those of the last round may not be closed yet."""
 
 _READS = 100
-"""How often the sockets are read before an exit is told of, if workers send all the time."""
+"""How often the sockets are read at most before an exit is reported: other workers may keep sending."""
 
 SPARE_PEERS = 16
 """Connections at once in addition to these."""
@@ -291,7 +291,7 @@ class Control:
 
     def _run(self) -> None:
         try:
-            while not self._closing:  # after reading what the workers have sent so far
+            while not self._closing:
                 self._read(self._until_due())
                 self._waker.clear()
                 due = len(self._unread)
@@ -302,6 +302,7 @@ class Control:
                 if self._step_events.until_progress() == 0.0:
                     self._look()
                     self._step_events.progress()
+            self._read(0.0)  # what the workers have sent until then
         finally:
             self._ended = True
             self._call_unread()

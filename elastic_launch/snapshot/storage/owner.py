@@ -59,7 +59,7 @@ def owned_by(number: str, run: str, *, replaces: str = "") -> str:
 
 
 def look(where: Place) -> OwnerMark | None:
-    """Return the mark of a directory or URL; None if there is no valid one."""
+    """Return the mark of a directory or URL; None if it has no valid mark."""
     with writing(where, "read the owner of"):
         try:
             return parse_mark(storage_at(where).read(OWNER, _LIMIT))
@@ -86,7 +86,7 @@ def claim(where: Place, owner: str, *, epoch: int = 0, base: str | None = None) 
 
 
 def check(where: Place, owner: str, *, epoch: int = 0, claims: bool = True) -> None:
-    """Check that a location is a run's; if there is no mark, or that of the run which it replaces, take it.
+    """Check that a run owns a location; if nothing is marked, or the run that it replaces is, take it.
 
     Args:
         owner: from :func:`owned_by`; empty: any run may write.

@@ -28,8 +28,8 @@ class Checkpoint:
             not share the directory, each node keeps a copy in its own. A relative one is relative to the working
             directory at this call. A run that reads its checkpoints puts its id and number into ``owner.json`` there,
             on each node that has its own, which is read again before a checkpoint appears. A node that joins late, and
-            finds the files of another run on its own disk, takes over that directory with its first copy; the run goes
-            on from none of them. Checkpoints of other runs are not reported as saved.
+            finds the files of another run on its own disk, takes over that directory; the run goes on from none of
+            them. Checkpoints of other runs are not reported as saved.
         every: interval between checkpoints: steps (50 or ``"50ba"``) or a duration (``"5min"``).
         keep: number of newest checkpoints to keep; older ones are removed, except for those that the next two arguments
             name. Those of later rounds than the writer's are neither removed nor counted. What other nodes have saved

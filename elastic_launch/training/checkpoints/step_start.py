@@ -340,7 +340,7 @@ class StepStart:
         self._extra = []
         for name, path, module in modules:
             prefix = f"{name}: " * (name != MODEL) + f"{path}." * bool(path)
-            # What another module does not save is no part of the state.
+            # What another module does not save is not a part of the state.
             caches = () if name == MODEL else module._non_persistent_buffers_set
             buffers = of_model if name == MODEL else of_others
             for found, each in ((parameters, module._parameters), (buffers, module._buffers)):
